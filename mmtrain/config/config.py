@@ -41,7 +41,7 @@ from mmtrain.config.toml_sections import apply_override, build, dump_table, read
 from mmtrain.config.topology import MeshShape
 from mmtrain.config.whole_model import with_parts
 from mmtrain.errors import ConfigError
-from mmtrain.schedule.library.names import MEMORY_BOUNDED_SCHEDULES, file_of
+from mmtrain.schedule.library.names import EAGER_SCHEDULES, MEMORY_BOUNDED_SCHEDULES, file_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +148,7 @@ def check(config: Config) -> None:
     _check_dit(config)
     _check_partition(config)
     _check_placement(config)
+    _check_eager(config)
     if config.planner.braid:
         _check_braid(parallelism)
     if config.planner.enable and config.planner.patience_s >= config.comm.timeout_seconds:
@@ -193,6 +194,20 @@ def _check_assignment(config: Config) -> None:
 
 LEAST_SAMPLE_TOKENS = 2
 """A question and a token to predict."""
+
+
+def _check_eager(config: Config) -> None:
+    """Refuses forwards ahead of a schedule's rule where there is no such rule or no encoder."""
+    count, schedule = config.planner.eager_forwards, config.parallelism.pipeline_parallel_schedule
+    if count and schedule not in EAGER_SCHEDULES:
+        raise ConfigError(
+            f'planner.eager_forwards = {count} with parallelism.pipeline_parallel_schedule = "{schedule}", which has '
+            f"no number of forwards in flight to raise; set 0, or choose one of {', '.join(EAGER_SCHEDULES)}"
+        )
+    if count and len(config.model.cut_modules) == 1:
+        raise ConfigError(
+            f"planner.eager_forwards = {count}, but the model has one module, so no encoder can work ahead; set 0"
+        )
 
 
 def _check_braid(section: ParallelismConfig) -> None:
@@ -259,8 +274,8 @@ CONVERSATION_VIDEO_KEYS = (
     "video_max_pixels",
 )
 """Keys of [data] that only videos of conversations follow."""
-IMAGE_KEYS = ("image_processor", "min_pixels", "max_pixels", "blank_images", *CONVERSATION_VIDEO_KEYS)
-"""Keys of [data] that only images and videos of conversations follow."""
+IMAGE_KEYS = ("image_processor", "min_pixels", "max_pixels", "blank_images", "blank_audio", *CONVERSATION_VIDEO_KEYS)
+"""Keys of [data] that only images, videos and sounds of conversations follow."""
 
 
 def _check_data(config: Config) -> None:
@@ -272,6 +287,14 @@ def _check_data(config: Config) -> None:
         if value != getattr(default, name):
             why = "a job with [model.dit] reads video clips" if video else "a job without [model.dit] reads no clips"
             raise ConfigError(f"data.{name} = {shown(value)} has no effect: {why}; remove it")
+    if config.data.blank_audio and not any(section.kind == "audio" for section in config.model.modules.values()):
+        raise ConfigError("data.blank_audio = true has no effect: the model has no encoder of sound; remove it")
+    for key in ("image_token", "video_token"):
+        for name, section in config.model.modules.items():
+            if (token := section.token or f"<{name}>") == getattr(config.tokenizer, key):
+                raise ConfigError(
+                    f"{section_of(name)}.token = {shown(token)} is tokenizer.{key}, too; give each its own token"
+                )
     if video and config.tokenizer.chat_template:
         value = shown(config.tokenizer.chat_template)
         raise ConfigError(f"tokenizer.chat_template = {value} has no effect: captions are no conversations; remove it")
@@ -315,9 +338,9 @@ def _check_placement(config: Config) -> None:
             f'planner.placement = "{how}" with planner.partition = "{config.planner.partition}", which puts every '
             "module on all ranks; remove one of the two"
         )
-    if how == "search" and given:
+    if how in ("search", "replicated") and given:
         key, ranks = next(iter(given.items()))
-        raise ConfigError(f'{key} = {ranks} has no effect with planner.placement = "search"; remove it')
+        raise ConfigError(f'{key} = {ranks} has no effect with planner.placement = "{how}"; remove it')
     if num_ranks < 2:
         raise ConfigError(
             f'planner.placement = "{how}" with parallelism.pipeline_parallel_degree = {num_ranks}: modules on ranks of '

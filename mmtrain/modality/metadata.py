@@ -4,9 +4,12 @@ Every pp_rank of a model replica holds an equal value, so each builds the same w
 """
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, pairwise
+
+from mmtrain.errors import DataError
 
 
 def sample_name(sample: int, source: str) -> str:
@@ -16,7 +19,7 @@ def sample_name(sample: int, source: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageMeta:
-    """One image, video or piece of sound, as its encoder reads it; or one patch in time of a video that has text
+    """One image, video or window of a sound, as its encoder reads it; or one patch in time of a video that has text
     between these. Sound is one row of patches."""
 
     module: str = "vision"
@@ -24,9 +27,9 @@ class ImageMeta:
     sample: int
     """Index of its record in the data source."""
     index: int
-    """Its index among the images of that record and, counted behind them, its videos."""
+    """Its index among the images of that record and, counted behind them, its videos and sounds."""
     frame: int | None = None
-    """Its index in time, if it is one patch in time of a video."""
+    """Its index in time, if it is one patch in time of a video, or a window of a sound."""
     grid: tuple[int, int, int]
     """Patches (time, height, width); time is 1 for an image."""
     num_tokens: int
@@ -39,6 +42,13 @@ class ImageMeta:
     """Of a video, the seconds from one patch to the next in time; 0: it is an image."""
     time_step: float = 1.0
     """Positions from one patch to the next in time, before rounding, in a model with positions on three axes."""
+    sound_s: float = 0.0
+    """Of a window of a sound, its length without silence, seconds; 0: it is no sound."""
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether it is a window of a sound."""
+        return self.sound_s > 0
 
     @property
     def is_video(self) -> bool:
@@ -69,7 +79,8 @@ class ImageMeta:
     def name(self) -> str:
         """Its name in error messages."""
         content = "video" if self.is_video else "image" if self.module == "vision" else self.module
-        return f"{content} {self.index} of {sample_name(self.sample, self.source)}"
+        part = "" if self.frame is None else f"frame {self.frame} of " if self.is_video else f"window {self.frame} of "
+        return f"{part}{content} {self.index} of {sample_name(self.sample, self.source)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +94,7 @@ class DocumentMeta:
     num_targets: int
     """Number of labelled positions."""
     images: tuple[ImageMeta, ...]
-    """Images and videos, or patches in time of videos, in the order of their tokens."""
+    """Images and videos, patches in time of videos, and windows of sounds, in the order of their tokens."""
     grade: str = ""
     """Difficulty in the record, for accuracy by grade; empty if there is none."""
     answers: tuple[int, ...] = ()
@@ -93,10 +104,12 @@ class DocumentMeta:
     """Number of tokens before the first token of the first answer; 0 without an answer."""
     source: str = ""
     """Name of its source; empty if the job has one."""
+    deferred: bool = False
+    """Whether encoders read its images with the microbatch before its own, see `check_deferral`."""
 
     @property
     def of_placeholders(self) -> tuple[tuple[ImageMeta, ...], ...]:
-        """The images of each placeholder: an image, a video, or all patches in time of a video."""
+        """The images of each placeholder: an image, a video, all patches in time of a video or windows of a sound."""
         return tuple(tuple(group) for _, group in groupby(self.images, key=lambda image: (image.module, image.index)))
 
     @property
@@ -162,6 +175,11 @@ class MicrobatchMeta:
     def images(self) -> tuple[ImageMeta, ...]:
         """All images and videos, in the order of their tokens."""
         return tuple(image for document in self.documents for image in document.images)
+
+    @cached_property
+    def deferred(self) -> tuple[DocumentMeta, ...]:
+        """The documents whose images are encoded with the microbatch before."""
+        return tuple(document for document in self.documents if document.deferred)
 
     @cached_property
     def num_tokens(self) -> int:
@@ -247,8 +265,18 @@ class IterationMeta:
 
     @cached_property
     def num_images(self) -> int:
-        """Images and videos of all microbatches."""
-        return sum(len(m.images) for m in self.microbatches)
+        """Images and videos of all microbatches, of whichever encoder."""
+        return sum(not image.is_sound for m in self.microbatches for image in m.images)
+
+    @cached_property
+    def num_sounds(self) -> int:
+        """Sounds of all microbatches."""
+        return sum(image.is_sound and not image.frame for m in self.microbatches for image in m.images)
+
+    @cached_property
+    def sound_s(self) -> float:
+        """Seconds of all sounds, without the silence that fills their windows."""
+        return sum((image.sound_s for m in self.microbatches for image in m.images), 0.0)
 
     @cached_property
     def num_patches(self) -> int:
@@ -274,3 +302,60 @@ class IterationMeta:
     def num_text_tokens(self) -> int:
         """Tokens of all captions."""
         return sum(m.num_text_tokens for m in self.microbatches)
+
+    @cached_property
+    def num_deferred(self) -> int:
+        """Documents whose images are encoded with the microbatch before."""
+        return sum(len(m.deferred) for m in self.microbatches)
+
+
+def check_deferral(meta: IterationMeta) -> None:
+    """Checks that deferral joins no more than two microbatches, in the order in which features are used.
+
+    Of a pair of microbatches i and i + 1, images of some documents are encoded with i, and all that the language model
+    does of these documents is in i + 1. These documents come first in i + 1.
+
+    Raises: DataError: the first microbatch, or both of two neighbours, have deferred documents; a deferred document has
+        no image, or comes after one that is not deferred.
+    Source: Entrain (Jang, Efficient Multimodal Model Training at Scale, dissertation, University of Michigan, 2026,
+        sections 4.5.2 and 4.5.3).
+    """
+    for index, microbatch in enumerate(meta.microbatches):
+        where = f"microbatch {index}"
+        for before, document in pairwise((None, *microbatch.documents)):
+            if document is None or not document.deferred:
+                continue
+            if not document.images:
+                raise DataError(
+                    f"{where}: {document.name} is deferred, but it has no image, and only encoders work ahead; defer "
+                    "documents with images"
+                )
+            if before is not None and not before.deferred:
+                raise DataError(
+                    f"{where}: {document.name} is deferred, but comes after {before.name}, which is not; put deferred "
+                    "documents first"
+                )
+    if meta.microbatches and meta.microbatches[0].deferred:
+        raise DataError(
+            f"microbatch 0: {meta.microbatches[0].deferred[0].name} is deferred, but there is no microbatch before it; "
+            "defer to a later microbatch"
+        )
+    for index, (one, other) in enumerate(pairwise(meta.microbatches)):
+        if one.deferred and other.deferred:
+            raise DataError(
+                f"microbatches {index} and {index + 1} both have deferred documents, which would join more than two "
+                "microbatches; defer from one to the next in pairs"
+            )
+
+
+def without_deferral(meta: IterationMeta, microbatches: Collection[int]) -> IterationMeta:
+    """The metadata with no document of some microbatches deferred. Args: microbatches: their indices."""
+    return replace(
+        meta,
+        microbatches=tuple(
+            replace(m, documents=tuple(replace(document, deferred=False) for document in m.documents))
+            if index in microbatches
+            else m
+            for index, m in enumerate(meta.microbatches)
+        ),
+    )

@@ -1,6 +1,6 @@
 """What all replicas of a job count: in one step, and in all steps of this process, at whatever layouts."""
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 
 import torch
 import torch.distributed as dist
@@ -16,13 +16,20 @@ class StepCounts:
     """What the batch of one step had, over all replicas, and what became of its plans."""
 
     flops: float
-    makespans_s: tuple[float, float]
-    """Sums of the measured and of the simulated makespans."""
-    squares_s2: tuple[float, float]
-    """Sums of their squares."""
+    measured_s: float
+    """Makespan."""
+    measured_s2: float
+    """Its square."""
+    planned_s: float
+    """Simulated makespan."""
+    planned_s2: float
+    """Its square."""
     images: int
     patches: int
     image_tokens: int
+    sounds: int
+    sound_s: float
+    sound_tokens: int
     clips: int
     frames: int
     video_tokens: int
@@ -38,24 +45,28 @@ class StepCounts:
 
     @classmethod
     def of(
-        cls, meta: IterationMeta, flops: float, planned: Planned | None, makespans_s: tuple[float, float]
+        cls, meta: IterationMeta, flops: float, planned: Planned | None, measured_s: float, planned_s: float
     ) -> "StepCounts":
         """Those of one replica.
 
         Args:
             flops: of its batch.
             planned: None without the planner.
-            makespans_s: measured, and simulated.
+            measured_s, planned_s: makespan, measured and simulated.
         """
         status = planned.status if planned else PlanStatus.READY
-        measured_s, planned_s = makespans_s
         return cls(
             flops=flops,
-            makespans_s=makespans_s,
-            squares_s2=(measured_s**2, planned_s**2),
+            measured_s=measured_s,
+            measured_s2=measured_s**2,
+            planned_s=planned_s,
+            planned_s2=planned_s**2,
             images=meta.num_images,
             patches=meta.num_patches,
-            image_tokens=sum(image.num_tokens for m in meta.microbatches for image in m.images),
+            image_tokens=_tokens(meta, sound=False),
+            sounds=meta.num_sounds,
+            sound_s=meta.sound_s,
+            sound_tokens=_tokens(meta, sound=True),
             clips=meta.num_clips,
             frames=meta.num_frames,
             video_tokens=meta.num_video_tokens,
@@ -69,21 +80,25 @@ class StepCounts:
 
     def summed(self, mesh: Mesh) -> "StepCounts":
         """The sum over the leaders of all replicas. Collective over the job."""
-        flops, makespans, squares, *numbers = astuple(self)
-        totals = torch.tensor([flops, *makespans, *squares, *numbers], dtype=torch.float64)
+        totals = torch.tensor(astuple(self), dtype=torch.float64)
         if not mesh.is_leader:
             totals.zero_()
         dist.all_reduce(totals)
-        flops, measured, planned, measured2, planned2, *counts = totals.tolist()
-        return StepCounts(flops, (measured, planned), (measured2, planned2), *map(int, counts))
+        values = zip(fields(self), totals.tolist(), strict=True)
+        return StepCounts(*(int(value) if field.type is int else value for field, value in values))
 
     def replica_spreads_s(self, num_replicas: int) -> tuple[float, float]:
-        """Standard deviations over the replicas of the measured and the simulated makespan, of the sum of all."""
+        """Standard deviations of the measured and the simulated makespan over the replicas, if this is their sum."""
         measured_s, planned_s = (
-            max(0.0, square / num_replicas - (total / num_replicas) ** 2) ** 0.5
-            for total, square in zip(self.makespans_s, self.squares_s2, strict=True)
+            max(0.0, squares / num_replicas - (total / num_replicas) ** 2) ** 0.5
+            for total, squares in ((self.measured_s, self.measured_s2), (self.planned_s, self.planned_s2))
         )
         return measured_s, planned_s
+
+
+def _tokens(meta: IterationMeta, *, sound: bool) -> int:
+    """Tokens of all sounds, or of all images and videos."""
+    return sum(image.num_tokens for m in meta.microbatches for image in m.images if image.is_sound == sound)
 
 
 @dataclass(slots=True)

@@ -130,7 +130,7 @@ class RunRecord:
         flops = self._planner.flops(plan.batching)
         assert plan.result.timeline is not None
         makespans_s = timing.makespan_s, plan.result.timeline.makespan_s
-        counts = StepCounts.of(step.meta, sum(f.total for f in flops.values()), step.planned, makespans_s)
+        counts = StepCounts.of(step.meta, sum(f.total for f in flops.values()), step.planned, *makespans_s)
         counts = counts.summed(self._mesh)
         self._counts.add(counts)
         if self._mesh.rank != 0:
@@ -167,6 +167,9 @@ class RunRecord:
             images=counts.images,
             patches=counts.patches,
             image_tokens=counts.image_tokens,
+            sounds=counts.sounds,
+            sound_s=counts.sound_s,
+            sound_tokens=counts.sound_tokens,
             clips=counts.clips,
             frames=counts.frames,
             video_tokens=counts.video_tokens,

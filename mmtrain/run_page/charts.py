@@ -20,8 +20,6 @@ Pair = tuple[str, str]
 
 HUES: tuple[Pair, ...] = tuple((kinds[Kind.B], kinds[Kind.F]) for kinds in COLOURS)
 GREY: Pair = ("#6b7680", "#9aa5ae")
-RUN_HUES: tuple[Pair, ...] = (*HUES, ("#a3295c", "#e39ac0"), ("#1b7f8c", "#7fd0da"))
-"""Colours of several runs on one page."""
 _LAST_COUNTS = frozenset({"plan_late", "plan_failed", "plan_invalid", "skipped_samples"})
 """Counted over the run: the last of several steps is shown, not their mean."""
 
@@ -184,6 +182,11 @@ def _pipeline_charts(runs: Sequence[Run], modules: Sequence[str]) -> list[Chart]
             stacked=True,
         ),
         _chart(
+            runs, "Compute by module", "s", "Seconds of the actions of each module, all pipeline ranks together.",
+            [_Curve(label=m, of=f"compute_s_{m}", colour=_hue(i)) for i, m in enumerate(modules)],
+            stacked=True,
+        ),
+        _chart(
             runs, "Makespan", "s", "From the first action of the pipeline to the last: as measured, and as simulated.",
             [
                 _Curve(label="measured", of="makespan_s", colour=HUES[1]),
@@ -226,6 +229,7 @@ def _planner_and_data_charts(runs: Sequence[Run]) -> list[Chart]:
                 _Curve(label="text", of=_text_tokens, colour=HUES[1]),
                 _Curve(label="image", of=_some("image_tokens")),
                 _Curve(label="video", of=_some("video_tokens"), colour=HUES[2]),
+                _Curve(label="sound", of=_some("sound_tokens"), colour=HUES[3]),
             ],
             stacked=True,
         ),
@@ -262,7 +266,7 @@ def _chart(
                 continue
             label, colour = curve.label, curve.colour
             if several:
-                label, colour = f"{run.name}: {label}", RUN_HUES[number % len(RUN_HUES)]
+                label, colour = f"{run.name}: {label}", _hue(number)
             dash = dash if several else curve.dash
             series.append(
                 Series(label=label, colour=colour, x=points[0], y=points[1], dash=dash, dots=curve.validation)
@@ -340,9 +344,9 @@ def _without_mfu(key: str) -> Callable[[Run], list[float | None]]:
 
 
 def _text_tokens(run: Run) -> list[float | None]:
-    columns = (run.column(key) for key in ("tokens", "image_tokens", "video_tokens"))
+    columns = (run.column(key) for key in ("tokens", "image_tokens", "video_tokens", "sound_tokens"))
     rows = zip(*columns, strict=True)
-    return [None if tokens is None else tokens - (image or 0) - (video or 0) for tokens, image, video in rows]
+    return [None if tokens is None else tokens - sum(part or 0 for part in parts) for tokens, *parts in rows]
 
 
 def _planned(run: Run) -> list[float | None]:

@@ -1,6 +1,7 @@
 """The loader assigns the samples of its steps: the same sets, whatever the policy and the number of replicas."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,22 +17,29 @@ from mmtrain.planner.step_assignment import StepAssigner
 from tests.data.samples import text_row, write_jsonl
 
 
-def job(source: Path | str, dp: int = 1, **assignment: Any) -> Config:
+def job(source: Path | str, dp: int = 1, *, seq_len: int = 256, **assignment: Any) -> Config:
     return config.load(
         "debug_vlm.toml",
         [
             f"data.source={source}",
             "data.num_workers=0",
             "training.global_batch_size=8",
+            f"training.seq_len={seq_len}",
             f"parallelism.data_parallel_replicate_degree={dp}",
             *(f"assignment.{key}={str(value).lower()}" for key, value in assignment.items()),
         ],
     )
 
 
+@functools.cache
+def planner_of(seq_len: int) -> IterationPlanner:
+    """The planner of `job`, whatever it reads."""
+    return IterationPlanner.of(job("unused", seq_len=seq_len))
+
+
 def loaded(job: Config, num: int, **options: Any) -> list[list[Step]]:
     """[replica][step]"""
-    assigner = StepAssigner.of(job, IterationPlanner.of(job))
+    assigner = StepAssigner.of(job, planner_of(job.training.seq_len))
     degree = job.parallelism.mesh_shape.dp
     replicas = []
     for rank in range(degree):
@@ -86,13 +94,13 @@ def test_workers_and_resumed_loaders_assign_alike(charts: Path) -> None:
 
 def test_deferred_documents_come_first_in_the_microbatch_behind(charts: Path) -> None:
     deferred = 0
-    for steps in loaded(job(charts, 2, policy="entrain", defer=True, samples_per_step=28), 4):
+    for steps in loaded(job(charts, 2, seq_len=512, policy="entrain", defer=True, samples_per_step=28), 3):
         for _, meta, _ in steps:
             for microbatch in meta.microbatches:
                 early = [document.deferred for document in microbatch.documents]
                 assert early == sorted(early, reverse=True)
                 deferred += sum(early)
-    assert deferred > 4
+    assert deferred
 
 
 def test_a_corrupt_image_moves_no_other_sample(tmp_path: Path) -> None:
