@@ -7,8 +7,9 @@ depth and width; the language models' other sizes are those of Llama 3 and Qwen2
 
 For each model, seconds of an iteration under 1F1B: modules on ranks of their own and encoders colocated, with numbers
 of ranks and cuts by the seconds of frozen layers (`aware`), and as if all layers trained (`unaware`); what the
-placement search takes; all modules on all ranks under our planner; then the gain of being aware with colocated
-encoders, and the published one.
+placement search takes; all modules on all ranks under our planner; every rank of the language model running all
+encoders again (`replicated`, docs/partition.md); then the gain of being aware with colocated encoders, and the
+published one.
 """
 
 import argparse
@@ -23,12 +24,15 @@ from mmtrain.modality.metadata import DocumentMeta, ImageMeta, IterationMeta, Mi
 from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.batching import make_batching
 from mmtrain.planner.costs.job_costs import cost_model
+from mmtrain.planner.forecast.replicated import replicated_partition, rerun
 from mmtrain.planner.forecast.typical_iterations import TypicalIterations
 from mmtrain.planner.job_schedule import job_schedule
 from mmtrain.planner.memory.limit import MemoryRule
 from mmtrain.planner.memory.options import MemoryChoices
 from mmtrain.planner.partition.choice import Cut, best_cut
 from mmtrain.planner.partition.partition import Partition, Placed, divide_ranks, mixed_partition, partition
+from mmtrain.planner.plan import make_plan
+from mmtrain.planner.problem import make_problem
 from mmtrain.spec.builders import DTYPE_BYTES, model_spec
 from mmtrain.spec.spec import ModelSpec, WorkSize
 
@@ -141,6 +145,23 @@ def groups(placement: Placed) -> list[list[str]]:
     return [["vision"], ["audio"], ["language"]] if placement == "parallel" else [["vision", "audio"], ["language"]]
 
 
+def replicated_s(typical: TypicalIterations, weights: Weights, pp: int) -> float:
+    """Seconds of an iteration in which every rank of the language model runs all encoders again."""
+    parts = replicated_partition(typical.spec, pp, 1, weights)
+    problem = make_problem(
+        typical.spec,
+        parts,
+        typical.batchings[0],
+        typical.costs,
+        typical.section,
+        memory=typical.memory.fixed,
+        submesh=typical.submesh,
+    )
+    timeline = make_plan(rerun(problem), typical.schedule).timeline
+    assert timeline is not None
+    return timeline.makespan_s
+
+
 def compare(name: str, folder: Path, pp: int, evaluations: int) -> dict[str, float]:
     """What -> seconds of an iteration. Args: evaluations: of our planner; 0: it is left out."""
     aware_job = job(name, folder, pp=pp)
@@ -174,6 +195,7 @@ def compare(name: str, folder: Path, pp: int, evaluations: int) -> dict[str, flo
     result = best_cut(list(seconds), seconds.__getitem__, seconds.__getitem__, margin=0.0)
     assert result is not None
     found["search"] = seconds[result.best]
+    found["replicated"] = replicated_s(typical, weights["aware"], pp)
     if evaluations:
         keys = ["planner.enable=true", f"planner.budget_evaluations={evaluations}"]
         planned = iterations(job(name, folder, pp=pp, overrides=keys), spec)
@@ -187,14 +209,8 @@ def main() -> None:
     parser.add_argument("--pp", type=int, default=6)
     parser.add_argument("--evaluations", type=int, default=50)
     args = parser.parse_args()
-    columns = (
-        "parallel unaware",
-        "parallel aware",
-        "colocated unaware",
-        "colocated aware",
-        "search",
-        "spread, planned",
-    )
+    columns = [f"{placement} {how}" for placement in ("parallel", "colocated") for how in ("unaware", "aware")]
+    columns += ["search", *(["spread, planned"] if args.evaluations else []), "replicated"]
     print(f"seconds of an iteration, 1F1B on {args.pp} pipeline ranks x tp 4 of A40s")
     print(f"{'':6}" + "".join(f"{name:>19}" for name in columns) + f"{'gain':>8}{'published':>11}")
     with tempfile.TemporaryDirectory() as folder:

@@ -392,15 +392,20 @@ class Trainer:
             measured_bytes=self._memory.peak_bytes(),
         )
 
-    def gradients(self, device: torch.device, num_steps: int) -> Iterator[tuple[Item, StepResult]]:
+    def gradients(
+        self, device: torch.device, num_steps: int, batches: Iterator[tuple[Batch, IterationMeta]] | None = None
+    ) -> Iterator[tuple[Item, StepResult]]:
         """The first batches with their loss; while one is held, its gradients are in `self.model`.
 
         Weights stay as they were built. Sets the job up and ends it; the process group must exist. Collective.
+
+        Args: batches: instead of the job's data, equal on all ranks of a replica; first asked when the mesh exists.
         """
         try:
             self._set_up(device)
+            items = self._items if batches is None else (self.placement.data.item(*batch) for batch in batches)
             for step in range(1, num_steps + 1):
-                item = next(self._items)
+                item = next(items)
                 yield item, self.backward(step, item, self._plan(item.meta, step=step))[0]
                 self.placement.optimizers.zero_grad()
         finally:

@@ -52,6 +52,24 @@ def write_config(folder: Path, data: Path) -> Path:
     return path
 
 
+SOUND = """
+[model.modules.audio]
+kind = "audio"
+config = { model_type = "whisper_encoder", d_model = 32, encoder_ffn_dim = 48, encoder_layers = 2, encoder_attention_heads = 4, num_mel_bins = 10, max_source_positions = 12 }
+num_segments = 1
+[model.modules.audio.projector]
+spatial_merge = 2
+[data]
+"""  # noqa: E501
+
+
+def write_sound_config(folder: Path, data: Path) -> Path:
+    """The same with a second encoder, of sound of 6 tokens."""
+    path = write_config(folder, data)
+    path.write_text(path.read_text().replace("\n[data]\n", SOUND))
+    return path
+
+
 VIDEO_TEMPLATE = """
 [job]
 dump_folder = "{folder}/run"

@@ -188,8 +188,8 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="write a checkpoint as Hugging Face folders",
         description="Writes a checkpoint as Hugging Face classes and this trainer read it: one folder of a whole "
         "vision-language model where transformers has a class for its parts; else, or with --parts, folders language, "
-        "vision, projector, dit with its scheduler, and adapters. With a README.md. Needs one process, and memory for "
-        "the model, of parts for one at a time.",
+        "vision, projector, those of further encoders, dit with its scheduler, and adapters. With a README.md. Needs "
+        "one process, and memory for the model, of parts for one at a time.",
     )
     parser.add_argument("source", type=Path, metavar="RUN", help="job.dump_folder of the job that trained")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to make")
@@ -259,7 +259,9 @@ def _add_check_parity(commands: "argparse._SubParsersAction[argparse.ArgumentPar
     )
     parser.add_argument("--seq-len", type=int, metavar="T", help="tokens of a small microbatch (default 512)")
     parser.add_argument(
-        "--synthetic", action="store_true", help="drawn charts, text or clips instead of the config's data"
+        "--synthetic",
+        action="store_true",
+        help="drawn charts, text or clips instead of the config's data; noise with further encoders",
     )
     parser.set_defaults(run=_check_parity, takes_overrides=True, overrides=[])
 
@@ -282,13 +284,15 @@ def _check_parity(args: argparse.Namespace) -> int:
 
     with tempfile.TemporaryDirectory(prefix="mmtrain-parity-") as folder:
         job = small.config
-        if args.synthetic:
+        noise = args.synthetic and bool(job.model.modules)
+        if args.synthetic and not noise:
             job = replace(job, data=synthetic_data(job, Path(folder)))
         print(describe(job))
-        print(f"data    {'synthetic' if args.synthetic else job.data.description}", flush=True)
+        data = "noise" if noise else "synthetic" if args.synthetic else job.data.description
+        print(f"data    {data}", flush=True)
         for note in small.notes:
             print(f"changed {note}", flush=True)
-        parity = check_parity(job, num_steps=args.steps, tolerance=args.tolerance, say=_progress)
+        parity = check_parity(job, num_steps=args.steps, tolerance=args.tolerance, noise=noise, say=_progress)
     print(report(parity))
     return 1 if parity.problems else 0
 

@@ -1,28 +1,31 @@
 """A job's checkpoint as Hugging Face folders, in one process without process groups, module by module.
 
 OUT/language, OUT/vision     what `from_pretrained` of the real classes reads, and `pretrained = ...` here
+OUT/NAME                     the same of a further encoder [model.modules.NAME]
 OUT/dit                      the same of a diffusion transformer, by its class in diffusers
 OUT/scheduler                the scheduler of diffusers that samples from it
 OUT/*_adapter                low-rank adapters, for `peft`; absent where they were merged into the weights
 OUT/projector                the projector of kind `mlp` or `llava`, for [model.projector] pretrained = ...
+OUT/NAME_projector           that of a further encoder
 OUT/README.md                what is what
 """
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mmtrain.checkpoint.run_folder import StoredRun, load_module, open_run
 from mmtrain.commands.adapter_folders import AdapterFolder, plain
 from mmtrain.commands.export_whole import export_whole
 from mmtrain.config.config import Config
-from mmtrain.config.model import EncoderConfig, LanguageConfig, ModelConfig
+from mmtrain.config.model import EncoderConfig, LanguageConfig, projector_name, projector_section, section_of
 from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.errors import ConfigError
 from mmtrain.launch.whole_files import new_folder
@@ -74,8 +77,8 @@ def export(
     """
     run = open_run(folder, step)
     model = run.job.model
-    sections = (model.encoder, model.language)
-    if merge_adapters and not any(section is not None and section.trainable == "lora" for section in sections):
+    sections = (*model.encoders.values(), model.language)
+    if merge_adapters and not any(section.trainable == "lora" for section in sections):
         raise ConfigError(
             f'{folder}: no module was trained with trainable = "lora", so there is nothing to merge; leave '
             "--merge-adapters out"
@@ -100,8 +103,8 @@ def _export_parts(run: StoredRun, aside: Path, out: Path, merge_adapters: bool) 
     """A folder for each module, in `aside`. Args: out: where they will be."""
     model = run.job.model
     _export_language(run, aside, merge_adapters)
-    if model.encoder is not None:
-        _export_vision(run, aside, merge_adapters)
+    for name in model.encoders:
+        _export_encoder(run, name, aside, merge_adapters)
     if model.dit is not None:
         _export_dit(run, aside)
     tokenizer = load_tokenizer(run.job.tokenizer, captions=model.dit is not None)
@@ -113,22 +116,22 @@ def _export_parts(run: StoredRun, aside: Path, out: Path, merge_adapters: bool) 
 # --------------------------------------------------------------------------------------- the modules
 
 
-def _export_vision(run: StoredRun, out: Path, merge_adapters: bool) -> None:
-    section = run.job.model.encoder
-    assert section is not None
-    chunk = load_module(run, "vision")
+def _export_encoder(run: StoredRun, module: str, out: Path, merge_adapters: bool) -> None:
+    """An encoder and its projector."""
+    model, section = run.job.model, run.job.model.encoders[module]
+    chunk = load_module(run, module)
     assert isinstance(chunk, VisionChunk)
     if chunk.projector is not None:
-        _save_projector(chunk, run.job.model, out / "projector")
+        _save_projector(chunk.projector, projector_sizes(model, module), out / projector_name(module))
     weights = {name: _in_their_order(chunk, name, tensor) for name, tensor in chunk.vision.state_dict().items()}
-    theirs = chunk.adapter.build(encoder_config(section), "sdpa")
-    unused = unused_weights(run.job.model, run.job.debug.seed)
+    theirs = chunk.adapter.build(encoder_config(section, section_of(module)), "sdpa")
+    unused = unused_weights(model, run.job.debug.seed, module)
     num_blocks = chunk.shape.depth if unused else 0
-    pattern = target_pattern(adapted_linears(run.job.model, "vision"), chunk.adapter.blocks, num_blocks)
-    lora, folder = run.job.model.lora, out / "vision_adapter"
-    adapters = None if merge_adapters else AdapterFolder(lora, pattern, _base(section), None, folder)
-    _fill(theirs, unused | plain(weights, lora, adapters))
-    theirs.save_pretrained(out / "vision", max_shard_size=MAX_SHARD_SIZE)
+    pattern = target_pattern(adapted_linears(model, module), chunk.adapter.blocks, num_blocks)
+    folder = out / f"{module}_adapter"
+    adapters = None if merge_adapters else AdapterFolder(model.lora, pattern, _base(section), None, folder)
+    _fill(theirs, unused | plain(weights, model.lora, adapters))
+    theirs.save_pretrained(out / module, max_shard_size=MAX_SHARD_SIZE)
 
 
 def _export_language(run: StoredRun, out: Path, merge_adapters: bool) -> None:
@@ -190,11 +193,10 @@ def _fill(module: PreTrainedModel, weights: dict[str, Tensor]) -> None:
     module.load_state_dict(weights, assign=True, strict=True)
 
 
-def _save_projector(chunk: VisionChunk, model: ModelConfig, folder: Path) -> None:
-    assert chunk.projector is not None
+def _save_projector(projector: nn.Module, sizes: Mapping[str, int | str], folder: Path) -> None:
     folder.mkdir()
-    save_file(chunk.projector.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(projector_sizes(model), indent=2) + "\n")
+    save_file(projector.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(sizes, indent=2) + "\n")
 
 
 # ----------------------------------------------------------------------------------------- read me
@@ -209,38 +211,41 @@ def _readme(run: StoredRun, out: Path, final: Path) -> str:
         f"`transformers.{reader}.from_pretrained` reads it{'' if 'Causal' in reader else ', without its head'}.",
     ]
     again = ["[model.language]", f'pretrained = "{final / "language"}"']
-    if job.model.encoder is not None:
-        projector = job.model.projector
-        lines.append(f"- `vision/`: the encoder, `{_class_name(out / 'vision')}`; {_features(job)}")
-        if projector.kind != "native" and vision_shape(job.model).window:
+    for name, section in job.model.encoders.items():
+        projector = job.model.projector_of(name)
+        called = "the encoder" if name == "vision" else f"the encoder `{name}`"
+        lines.append(f"- `{name}/`: {called}, `{_class_name(out / name)}`; {_features(job, name)}")
+        if projector.kind != "native" and vision_shape(job.model, name).window:
             lines.append(
                 "  These features come window by window, and so do the tokens that the projector makes of them."
             )
-        layer, select = selected_features(job.model.encoder)
-        again += ["[model.encoder]", f'pretrained = "{final / "vision"}"']
+        layer, select = selected_features(section)
+        again += [f"[{section_of(name)}]", f'pretrained = "{final / name}"']
+        again += [f'kind = "{section.kind}"'] if name in job.model.modules else []
+        again += [f'token = "{section.token}"'] if section.token else []
         again += [f"feature_layer = {layer}"] if layer else []
         again += [f'feature_select = "{select}"'] if select != "auto" else []
-        again += ["[model.projector]", f'kind = "{projector.kind}"', f"spatial_merge = {projector.merge}"]
+        again += [f"[{projector_section(name)}]", f'kind = "{projector.kind}"', f"spatial_merge = {projector.merge}"]
         again += [f"hidden_size = {projector.hidden_size}"] if projector.kind == "mlp" else []
         if projector.kind != "native":
             made_by = {
                 "mlp": "`mmtrain.models.projector.Projector`",
                 "llava": "`multi_modal_projector` of transformers' LLaVA",
+                "linear": "`multi_modal_projector` of transformers' Qwen2-Audio",
             }
             lines.append(
-                "- `projector/`: from these features to tokens of the language model, "
+                f"- `{projector_name(name)}/`: from these features to tokens of the language model, "
                 f"{made_by[projector.kind]}, its sizes in `config.json`."
             )
-            again.append(f'pretrained = "{final / "projector"}"')
+            again.append(f'pretrained = "{final / projector_name(name)}"')
     return _ended(lines, again, out, final)
 
 
-def _features(job: Config) -> str:
-    """Which output of the exported encoder is read, and which of its parts were not trained."""
-    if job.model.projector.kind == "native":
+def _features(job: Config, module: str) -> str:
+    """Which output of an exported encoder is read, and which of its parts were not trained."""
+    if job.model.projector_of(module).kind == "native":
         return "its own merger makes the tokens of the language model."
-    section, shape = job.model.encoder, vision_shape(job.model)
-    assert section is not None
+    section, shape = job.model.encoders[module], vision_shape(job.model, module)
     layer, _ = selected_features(section)
     rows = "with" if shape.keeps_class_token else "without"
     origin = f"those of `{section.pretrained}`" if _base(section) else "random, as they would start a job"
@@ -264,8 +269,8 @@ def _whole_readme(run: StoredRun, out: Path, final: Path, kind: str) -> str:
             "`peft.PeftModel.from_pretrained(model, 'adapter')`."
         )
     again = ["[model]", f'pretrained = "{final}"']
-    if run.job.model.projector.kind != "native":
-        again += ["[model.projector]", f'kind = "{run.job.model.projector.kind}"']
+    if run.job.model.projector.kind == "llava":
+        again += ["[model.projector]", 'kind = "llava"']
     return _ended(lines, again, out, final)
 
 
@@ -306,8 +311,7 @@ def _ended(lines: list[str], again: list[str], out: Path, final: Path) -> str:
 
     Args: again: lines of that config. out: the folder's present path. final: its final path.
     """
-    adapters = [module for module in ("language", "vision") if (out / f"{module}_adapter").is_dir()]
-    for module in adapters:
+    for module in sorted(path.name.removesuffix("_adapter") for path in out.glob("*_adapter")):
         lines.append(
             f"- `{module}_adapter/`: low-rank adapters, which the weights of `{module}/` do not contain; "
             f"`peft.PeftModel.from_pretrained(model, '{module}_adapter')`."

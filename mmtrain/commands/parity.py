@@ -10,8 +10,9 @@ import math
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,11 @@ from mmtrain.commands.local_ranks import RankDiedError, run_on_ranks
 from mmtrain.config.config import Config
 from mmtrain.config.data import DataConfig
 from mmtrain.config.model import DitConfig
+from mmtrain.data.noise import noise_batch
 from mmtrain.data.tokenizer import job_tokenizer
 from mmtrain.modality.buckets import latent_channels, video_geometry
 from mmtrain.modality.metadata import IterationMeta
+from mmtrain.modality.probes import mixed_iteration
 from mmtrain.models.batch import Batch
 from mmtrain.models.diffusion import ClipNoise, null_token
 from mmtrain.models.reference import ReferenceModel
@@ -120,6 +123,7 @@ def check_parity(
     *,
     num_steps: int = 1,
     tolerance: float | None = None,
+    noise: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> Parity:
     """Compares loss and gradients of a layout with one process, over the first batches of its data.
@@ -130,6 +134,7 @@ def check_parity(
         config: a job as `shrink` makes it.
         num_steps: batches; weights are not changed between them.
         tolerance: None: by dtype.
+        noise: batches of noise with items of all encoders, instead of the job's data.
         say: called with progress messages.
     Raises: MMTrainError: config or data cannot be used.
     """
@@ -142,9 +147,8 @@ def check_parity(
         world = job.parallelism.mesh_shape.world_size
         say(f"layout: starts {world} process{'es' if world > 1 else ''}")
         try:
-            run_on_ranks(
-                _save_gradients, world, job, num_steps, folder, comm=job.comm, variables={"CUDA_VISIBLE_DEVICES": ""}
-            )
+            variables = {"CUDA_VISIBLE_DEVICES": ""}
+            run_on_ranks(_save_gradients, world, job, num_steps, folder, noise, comm=job.comm, variables=variables)
         except RankDiedError as died:
             return Parity(low_precision=low, tolerance=tolerance, crash=f"{died}\n{died.text}".rstrip())
         return _compare(job, folder, low, tolerance, num_steps, say)
@@ -206,12 +210,13 @@ def _write_latents(config: Config, dit: DitConfig, folder: Path) -> None:
 # ------------------------------------------------------------------------------------- the layout's processes
 
 
-def _save_gradients(device: torch.device, config: Config, num_steps: int, folder: Path) -> None:
-    """Runs the steps on one rank of the layout, and writes the input of `_compare`."""
+def _save_gradients(device: torch.device, config: Config, num_steps: int, folder: Path, noise: bool) -> None:
+    """Runs the steps on one rank of the layout, and writes the input of `_compare`. Args: noise: the data are noise."""
     warnings.simplefilter("ignore")  # the report is for users of a layout, not for developers of torch
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     trainer, rank = Trainer(config), dist.get_rank()
-    for step, (item, result) in enumerate(trainer.gradients(device, num_steps)):
+    batches = _noise_batches(trainer) if noise else None
+    for step, (item, result) in enumerate(trainer.gradients(device, num_steps, batches)):
         gradients: dict[str, Tensor] = {}
         for chunk in trainer.model.chunks:
             for name, parameter in chunk.named_parameters():
@@ -230,6 +235,15 @@ def _save_gradients(device: torch.device, config: Config, num_steps: int, folder
         torch.save(values, folder / f"step-{step}-rank-{rank}")
         if rank == 0:
             print(f"layout: step {step + 1} of {num_steps} has run", file=sys.stderr, flush=True)
+
+
+def _noise_batches(trainer: Trainer) -> Iterator[tuple[Batch, IterationMeta]]:
+    """Noise for each step of the rank's replica."""
+    config = trainer.config
+    for step in count():
+        seed = config.debug.seed + trainer.mesh.dp_rank + step * trainer.mesh.shape.dp
+        meta = mixed_iteration(config, seed)
+        yield noise_batch(config.model, meta, seed), meta
 
 
 # ---------------------------------------------------------------------------------------------- comparison

@@ -40,7 +40,7 @@ from mmtrain.config.toml_sections import apply_override, build, dump_table, read
 from mmtrain.config.topology import MeshShape
 from mmtrain.config.whole_model import with_parts
 from mmtrain.errors import ConfigError
-from mmtrain.schedule.library.names import MEMORY_BOUNDED_SCHEDULES, file_of
+from mmtrain.schedule.library.names import EAGER_SCHEDULES, MEMORY_BOUNDED_SCHEDULES, file_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +145,7 @@ def check(config: Config) -> None:
     _check_dit(config)
     _check_partition(config)
     _check_placement(config)
+    _check_eager(config)
     if config.planner.braid:
         _check_braid(parallelism)
     if config.planner.enable and config.planner.patience_s >= config.comm.timeout_seconds:
@@ -156,6 +157,20 @@ def check(config: Config) -> None:
     if file_of(config.parallelism.pipeline_parallel_schedule) is None:  # a file is not read yet
         check_memory_limit(
             config, keeps_limits=config.parallelism.pipeline_parallel_schedule in MEMORY_BOUNDED_SCHEDULES
+        )
+
+
+def _check_eager(config: Config) -> None:
+    """Refuses forwards ahead of a schedule's rule where there is no such rule or no encoder."""
+    count, schedule = config.planner.eager_forwards, config.parallelism.pipeline_parallel_schedule
+    if count and schedule not in EAGER_SCHEDULES:
+        raise ConfigError(
+            f'planner.eager_forwards = {count} with parallelism.pipeline_parallel_schedule = "{schedule}", which has '
+            f"no number of forwards in flight to raise; set 0, or choose one of {', '.join(EAGER_SCHEDULES)}"
+        )
+    if count and len(config.model.cut_modules) == 1:
+        raise ConfigError(
+            f"planner.eager_forwards = {count}, but the model has one module, so no encoder can work ahead; set 0"
         )
 
 
@@ -287,9 +302,9 @@ def _check_placement(config: Config) -> None:
             f'planner.placement = "{how}" with planner.partition = "{config.planner.partition}", which puts every '
             "module on all ranks; remove one of the two"
         )
-    if how == "search" and given:
+    if how in ("search", "replicated") and given:
         key, ranks = next(iter(given.items()))
-        raise ConfigError(f'{key} = {ranks} has no effect with planner.placement = "search"; remove it')
+        raise ConfigError(f'{key} = {ranks} has no effect with planner.placement = "{how}"; remove it')
     if num_ranks < 2:
         raise ConfigError(
             f'planner.placement = "{how}" with parallelism.pipeline_parallel_degree = {num_ranks}: modules on ranks of '

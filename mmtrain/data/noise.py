@@ -1,5 +1,7 @@
 """Batches of noise: tensors in the shapes of given metadata, for measurements without data."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -24,15 +26,16 @@ def noise_batch(model: ModelConfig, meta: IterationMeta, seed: int) -> Batch:
         return Batch(
             clips=[_clips(microbatch, vocab_size, channels, scale, generator) for microbatch in meta.microbatches]
         )
-    shape = vision_shape(model) if model.encoder is not None else None
+    shapes = {name: vision_shape(model, name) for name in model.encoders}
     return Batch(
-        microbatches=[_microbatch(microbatch, vocab_size, shape, generator) for microbatch in meta.microbatches]
+        microbatches=[_microbatch(microbatch, vocab_size, shapes, generator) for microbatch in meta.microbatches]
     )
 
 
 def _microbatch(
-    meta: MicrobatchMeta, vocab_size: int, shape: VisionShape | None, generator: torch.Generator
+    meta: MicrobatchMeta, vocab_size: int, shapes: Mapping[str, VisionShape], generator: torch.Generator
 ) -> Microbatch:
+    """Args: shapes: encoder -> its sizes."""
     labels = torch.full((meta.num_tokens,), IGNORE_INDEX)
     slots: list[int] = []
     start = 0
@@ -48,7 +51,7 @@ def _microbatch(
         input_ids=torch.randint(vocab_size, (meta.num_tokens,), generator=generator),
         labels=labels,
         image_slots=torch.tensor(slots, dtype=torch.int64),
-        pixel_values=[_pixels(image, shape, generator) for image in meta.images] if shape else [],
+        pixel_values=[_pixels(image, shapes[image.module], generator) for image in meta.images],
         image_names=[image.key for image in meta.images],
     )
 

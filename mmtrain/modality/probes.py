@@ -1,8 +1,11 @@
-"""The batches on which `mmtrain profile` measures a job's layers, of sizes that separate their costs. Pure."""
+"""Batches that need no data: those on which `mmtrain profile` measures a job's layers, of sizes that separate their
+costs, and those of mixed content with which `mmtrain check-parity` compares. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 from math import isqrt
+from random import Random
 
 from mmtrain.config.config import Config
 from mmtrain.modality.buckets import latent_channels, most_frames, video_geometry
@@ -16,6 +19,8 @@ LEAST_IMAGE_TEXT = 4
 LEAST_CAPTION = 4
 """Tokens of the shortest captions of clips."""
 
+_NOTHING = ImageMeta(sample=0, index=0, grid=(1, 1, 1), num_tokens=0)
+
 Bucket = tuple[int, int, int]
 """Frames, height and width of the latents of a clip."""
 
@@ -23,7 +28,7 @@ Bucket = tuple[int, int, int]
 def probing_iteration(config: Config) -> IterationMeta:
     """One microbatch for each size at which layers are measured, of at most training.seq_len tokens.
 
-    With an encoder: images of three sizes (or the encoder's one), in increasing numbers until they do not fit, with
+    Of each encoder: images of three sizes (or the encoder's one), in increasing numbers until they do not fit, with
     little or much text, in one document or one for each image. Then text without images in one or four documents. So
     rows, attended pairs, image tokens and labels vary independently. For text-to-video jobs see `_clips_iteration`.
     """
@@ -31,24 +36,22 @@ def probing_iteration(config: Config) -> IterationMeta:
         return _clips_iteration(config)
     limit = config.training.seq_len
     microbatches: list[MicrobatchMeta] = []
-    for grid, tokens in _images(config):
-        for number in _numbers(limit, tokens + LEAST_IMAGE_TEXT):
+    for item in (item for name in config.model.encoders for item in _items(config, name)):
+        for number in _numbers(limit, item.num_tokens + LEAST_IMAGE_TEXT):
             one_document, long_text = len(microbatches) % 2 == 1, len(microbatches) % 3 == 1
-            text = limit - number * tokens if long_text else number * LEAST_IMAGE_TEXT
-            microbatches.append(
-                _microbatch(len(microbatches), grid, tokens, number, text, 1 if one_document else number)
-            )
+            text = limit - number * item.num_tokens if long_text else number * LEAST_IMAGE_TEXT
+            microbatches.append(_microbatch(len(microbatches), item, number, text, 1 if one_document else number))
     for divisor, documents in ((8, 1), (4, 1), (2, 1), (1, 1), (2, 4), (1, 4)):
         length = max(documents * 2, limit // divisor)
-        microbatches.append(_microbatch(len(microbatches), (1, 1, 1), 0, 0, length, documents))
+        microbatches.append(_microbatch(len(microbatches), _NOTHING, 0, length, documents))
     return IterationMeta(microbatches=tuple(microbatches))
 
 
 def work_curve(config: Config) -> IterationMeta:
     """Microbatches of 1, 2, 3, ... images (or clips) of one size, the second largest of the probes, and little text.
 
-    They measure the efficiency of a vision work by its number of images, or of a DiT work by its number of clips. There
-    are none for a model without images and clips.
+    They measure the efficiency of a work of [model.encoder] by its number of images, or of a DiT work by its number of
+    clips. There are none for a model without either.
     """
     if config.model.dit is not None:
         buckets = _buckets(config)
@@ -56,13 +59,54 @@ def work_curve(config: Config) -> IterationMeta:
         numbers = _increasing(_most_clips(config, bucket))
         text = min(config.training.seq_len, LEAST_CAPTION)
         return IterationMeta(microbatches=tuple(_clips(config, i, [bucket] * n, text) for i, n in enumerate(numbers)))
-    images = _images(config)
-    if not images:
+    if config.model.encoder is None:
         return IterationMeta(microbatches=())
-    grid, tokens = images[min(1, len(images) - 1)]
-    largest = max(_numbers(config.training.seq_len, tokens + 1))
-    microbatches = [_microbatch(i, grid, tokens, n, n, n) for i, n in enumerate(_increasing(largest))]
+    *_, image = _items(config, "vision")[:2]
+    largest = max(_numbers(config.training.seq_len, image.num_tokens + 1))
+    microbatches = [_microbatch(i, image, n, n, n) for i, n in enumerate(_increasing(largest))]
     return IterationMeta(microbatches=tuple(microbatches))
+
+
+def mixed_iteration(config: Config, seed: int) -> IterationMeta:
+    """One replica's microbatches of a job with encoders: the first has items of all encoders, the others of fewer, or
+    none, in another order with each seed. Text stands between the items of a document, whose last tokens are labelled.
+    """
+    random, names = Random(seed), list(config.model.encoders)
+    subsets = [subset for size in range(len(names) + 1) for subset in combinations(names, size)]
+    order = [subsets.pop(), *random.sample(subsets, len(subsets))]
+    number = config.training.global_batch_size // config.parallelism.mesh_shape.dp
+    microbatches = []
+    for index in range(number):
+        documents: list[DocumentMeta] = []
+        room = config.training.seq_len
+        while room > 0 and len(documents) < 4:
+            items = [random.choice(_items(config, name)) for name in order[index % len(order)] * random.randint(1, 2)]
+            sample = index * 1000 + len(documents)
+            documents.append(_mixed_document(random, sample, random.sample(items, len(items)), room))
+            room -= documents[-1].num_tokens
+        microbatches.append(MicrobatchMeta(documents=tuple(documents)))
+    return IterationMeta(microbatches=tuple(microbatches))
+
+
+def _mixed_document(random: Random, sample: int, items: Sequence[ImageMeta], room: int) -> DocumentMeta:
+    """A document of at most `room` tokens; items that do not fit are left out."""
+    images: list[ImageMeta] = []
+    length = 0
+    for item in items:
+        start = length + random.randint(1, 9)
+        if start + item.num_tokens + 3 <= room:
+            images.append(replace(item, sample=sample, index=len(images), start=start))
+            length = start + item.num_tokens
+    length += min(room - length, random.randint(3, 12))
+    targets = min(2, length)
+    return DocumentMeta(
+        sample=sample,
+        num_tokens=length,
+        num_targets=targets,
+        images=tuple(images),
+        answers=(targets,),
+        prefix=length - targets,
+    )
 
 
 def _increasing(largest: int) -> list[int]:
@@ -70,19 +114,18 @@ def _increasing(largest: int) -> list[int]:
     return sorted({number for number in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, largest) if number <= largest})
 
 
-def _images(config: Config) -> list[tuple[tuple[int, int, int], int]]:
-    """(patches, tokens) of the images of the probes, the largest first: at most a quarter of a microbatch each."""
-    if config.model.encoder is None:
-        return []
-    shape = vision_shape(config.model)
+def _items(config: Config, module: str) -> list[ImageMeta]:
+    """The images of the probes of an encoder, the largest first: at most a quarter of a microbatch each."""
+    shape = vision_shape(config.model, module)
     if shape.fixed_grid is not None:
-        return [(shape.fixed_grid, shape.fixed_tokens)]
+        return [replace(_NOTHING, module=module, grid=shape.fixed_grid, num_tokens=shape.fixed_tokens)]
     max_tokens = config.training.seq_len // 4
     if config.data.max_pixels:
         max_tokens = min(max_tokens, config.data.max_pixels // (shape.patch_size * shape.merge) ** 2)
     largest_side = max(1, isqrt(max_tokens))
     all_sides = sorted({largest_side, max(1, 3 * largest_side // 4), max(1, largest_side // 2)}, reverse=True)
-    return [((1, s * shape.merge, s * shape.merge), s * s) for s in all_sides]
+    merge = shape.merge
+    return [replace(_NOTHING, module=module, grid=(1, s * merge, s * merge), num_tokens=s * s) for s in all_sides]
 
 
 def _numbers(limit: int, tokens: int) -> list[int]:
@@ -95,11 +138,10 @@ def _doubled(largest: int) -> list[int]:
     return sorted({min(2**k, largest) for k in range(largest.bit_length() + 1)})
 
 
-def _microbatch(
-    index: int, grid: tuple[int, int, int], tokens: int, number: int, text: int, documents: int
-) -> MicrobatchMeta:
+def _microbatch(index: int, image: ImageMeta, number: int, text: int, documents: int) -> MicrobatchMeta:
     """A microbatch of `number` images and `text` text tokens, divided over documents; 1/8, 1/2 or all of the text is
     labelled."""
+    tokens = image.num_tokens
     label_divisor = (8, 2, 1)[index % 3]
     made_documents = []
     for d in range(documents):
@@ -108,8 +150,7 @@ def _microbatch(
         targets = max(1, num_text // label_divisor)
         length = (end_image - first_image) * tokens + num_text
         images = tuple(
-            ImageMeta(sample=index * 1000 + d, index=i, grid=grid, num_tokens=tokens, start=i * tokens)
-            for i in range(end_image - first_image)
+            replace(image, sample=index * 1000 + d, index=i, start=i * tokens) for i in range(end_image - first_image)
         )
         made_documents.append(
             DocumentMeta(

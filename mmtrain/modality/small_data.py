@@ -21,9 +21,9 @@ _CLIPS = 4
 
 
 def most_image_tokens(model: ModelConfig) -> int:
-    """Largest number of tokens of one of the small job's images, or windows of sound."""
+    """Largest number of tokens of one of the small job's images, and an item of each further encoder."""
     shapes = [vision_shape(model, name) for name in model.encoders]
-    return max((_IMAGE_TOKENS if shape.fixed_grid is None else shape.fixed_tokens for shape in shapes), default=0)
+    return sum(_IMAGE_TOKENS if shape.fixed_grid is None else shape.fixed_tokens for shape in shapes)
 
 
 def small_data(section: DataConfig, model: ModelConfig) -> DataConfig:

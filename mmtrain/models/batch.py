@@ -176,9 +176,10 @@ def _check_microbatch(where: str, tensors: Microbatch, meta: MicrobatchMeta) -> 
     num_labels = int((tensors.labels != IGNORE_INDEX).sum())
     if num_labels != meta.num_targets:
         raise DataError(f"{where}: {num_labels} labelled positions, but the metadata names {meta.num_targets}")
-    expected = {image.key: image.name for image in meta.images}
-    if tensors.image_names != list(expected) or len(expected) != len(meta.images):
-        _name_difference(where, "image", tensors.image_names, [image.key for image in meta.images], expected)
+    expected = [image.key for image in meta.images]  # a key twice: the sample is there again, or of another source
+    if tensors.image_names != expected:
+        called = {image.key: image.name for image in meta.images}
+        _name_difference(where, "image", tensors.image_names, expected, called)
     if len(tensors.pixel_values) != len(expected):
         raise DataError(f"{where}: {len(tensors.pixel_values)} pixel tensors for {len(expected)} images")
     for image, pixels in zip(meta.images, tensors.pixel_values, strict=True):

@@ -39,9 +39,12 @@ def init_weights(chunk: Chunk | VaeDecoder, seed: int) -> None:
 
 
 @torch.no_grad()
-def init_encoder(module: PreTrainedModel, adapter: VisionAdapter, seed: int) -> None:
-    """Sets every parameter of a part of an encoder, in place, as a chunk that holds it has them."""
-    _run(module, _hugging_face(module, "vision", partial(adapter.init_weights, module)), seed)
+def init_encoder(module: PreTrainedModel, adapter: VisionAdapter, seed: int, name: str = "vision") -> None:
+    """Sets every parameter of a part of an encoder, in place, as a chunk that holds it has them.
+
+    Args: name: of the encoder in its model.
+    """
+    _run(module, _hugging_face(module, name, partial(adapter.init_weights, module)), seed)
 
 
 def _run(whole: nn.Module, plan: Iterable[Step], seed: int) -> None:

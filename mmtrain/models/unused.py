@@ -4,7 +4,7 @@ completes the Hugging Face class with the values that they started with."""
 import torch
 from torch import Tensor
 
-from mmtrain.config.model import ModelConfig
+from mmtrain.config.model import ModelConfig, section_of
 from mmtrain.models.adapters import VISION_ADAPTERS
 from mmtrain.models.build import materialise
 from mmtrain.models.initialise import init_encoder
@@ -15,23 +15,23 @@ from mmtrain.spec.vision_shapes import vision_shape
 
 
 @torch.no_grad()
-def unused_weights(model: ModelConfig, seed: int) -> dict[str, Tensor]:
+def unused_weights(model: ModelConfig, seed: int, module: str = "vision") -> dict[str, Tensor]:
     """Name in the Hugging Face class -> value, of blocks and the norm that no job of this model builds.
 
-    They are those of `model.encoder.pretrained`, otherwise initial ones as of the other blocks.
+    They are those of the encoder's `pretrained`, otherwise initial ones as of the other blocks.
 
-    Args: seed: of the job, `debug.seed`.
+    Args: seed: of the job, `debug.seed`. module: name of the encoder.
     Raises: ConfigError: they cannot be read.
     """
-    assert model.encoder is not None
-    shape, values = vision_shape(model), encoder_config(model.encoder)
+    section, where = model.encoders[module], section_of(module)
+    shape, values = vision_shape(model, module), encoder_config(section, where)
     adapter = VISION_ADAPTERS[shape.model_type]
     blocks = list(range(shape.depth, values[ENCODERS[shape.model_type].sizes["depth"]]))
-    module = adapter.build(values)
-    adapter.keep(module, embed=False, blocks=blocks, norm=not shape.final_norm)
-    if not any(True for _ in module.parameters()):
+    encoder = adapter.build(values)
+    adapter.keep(encoder, embed=False, blocks=blocks, norm=not shape.final_norm)
+    if not any(True for _ in encoder.parameters()):
         return {}
-    materialise(module, "cpu", torch.float32)
-    init_encoder(module, adapter, seed)
-    load_encoder(module, model.encoder, shape.model_type)
-    return dict(module.state_dict())
+    materialise(encoder, "cpu", torch.float32)
+    init_encoder(encoder, adapter, seed, module)
+    load_encoder(encoder, section, shape.model_type, where=where)
+    return dict(encoder.state_dict())

@@ -128,7 +128,7 @@ class Reporter:
             | {"makespan_s": m.measured_s, "planned_makespan_s": m.planned_s, "makespan_ratio": m.slowdown}
             | {
                 f"{key}_{name}": getattr(module, key)
-                for key in ("tflops", "mfu", "bubble")
+                for key in ("compute_s", "tflops", "mfu", "bubble")
                 for name, module in m.modules.items()
             }
             | ({"bubble_other": m.bubble_other} if m.modules else {})
@@ -278,6 +278,7 @@ def _scalars(m: StepMetrics, tps: float, item_tag: str, items_s: float) -> dict[
         "pipeline/bubble_other(%)": 100 * m.bubble_other if m.modules else math.nan,
     }
     for name, module in m.modules.items():
+        optional[f"modality/{name}/compute(s)"] = module.compute_s
         optional[f"modality/{name}/tflops"] = module.tflops
         optional[f"modality/{name}/mfu(%)"] = 100 * module.mfu
         optional[f"modality/{name}/bubble(%)"] = 100 * module.bubble

@@ -1,6 +1,6 @@
 """Planning of one iteration: from its metadata to the program that every pipeline rank runs. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -8,17 +8,18 @@ from mmtrain.config.config import Config, check_memory_limit, uses_fsdp
 from mmtrain.config.memory_amount import show_bytes
 from mmtrain.config.sections import PlannerConfig
 from mmtrain.errors import ConfigError, PlanError
-from mmtrain.modality.metadata import IterationMeta
+from mmtrain.modality.metadata import IterationMeta, without_deferral
 from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.batching import Batching, SubMicrobatch, check_conservation, make_batching
 from mmtrain.planner.costs.cost_model import CostModel
 from mmtrain.planner.costs.job_costs import cost_model
+from mmtrain.planner.deferral import oversize_pairs
 from mmtrain.planner.first_plan import first_plan
 from mmtrain.planner.job_schedule import job_schedule
 from mmtrain.planner.layout import IterationLayout
 from mmtrain.planner.memory.limit import MemoryRule, least_activation_bytes
 from mmtrain.planner.memory.options import MemoryChoices
-from mmtrain.planner.partition.choice import choose_partition
+from mmtrain.planner.partition.choice import Choice, choose_partition
 from mmtrain.planner.partition.partition import Partition
 from mmtrain.planner.plan import PlanResult
 from mmtrain.planner.problem import make_problem
@@ -35,6 +36,9 @@ from mmtrain.spec.degrees import check_tensor_degree
 from mmtrain.spec.shapes import check_window
 from mmtrain.spec.spec import Flops, ModelSpec, WorkSize
 from mmtrain.spec.vision_shapes import check_patches_split
+
+Choose = Callable[[Config, ModelSpec, CostModel, SubMicrobatch], Choice]
+"""How a job's partition is chosen; arguments as of `choose_partition`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,12 +93,13 @@ class IterationPlanner:
     """How the partition was chosen, for the log; empty if the config determines it."""
 
     @classmethod
-    def of(cls, config: Config) -> "IterationPlanner":
+    def of(cls, config: Config, choose: Choose = choose_partition) -> "IterationPlanner":
         """The planner of a job.
 
         With planner.memory_limit and a device of known memory, activations may take what the limit leaves for them.
         The memory that a process takes in addition to tensors is not known yet and counts as 0 bytes.
 
+        Args: choose: the partition, that of a simulated baseline.
         Raises: ConfigError: a model that cannot be built or cut, or a limit that leaves nothing for activations.
         """
         check_degrees(config)
@@ -105,7 +110,7 @@ class IterationPlanner:
         spec = model_spec(config.model, dtype_bytes=dtype_bytes)
         costs = cost_model(config, spec)
         sub_microbatch = sub_microbatch_size(config, spec, costs)
-        choice = choose_partition(config, spec, costs, sub_microbatch)
+        choice = choose(config, spec, costs, sub_microbatch)
         budget = MemoryRule.of(config).budget(spec, choice.partition)
         budget.check()
         return cls(
@@ -143,6 +148,9 @@ class IterationPlanner:
     ) -> tuple[Batching, PlanningProblem]:
         """The works of an iteration, and their planning problem.
 
+        Where images that are encoded with the microbatch before make a pair of microbatches that does not fit into the
+        memory limits, they are encoded with their own microbatch (`Batching.not_deferred`).
+
         Args: searched: the planner may choose the orders and memory options, and may split backwards even if the
             schedule does not.
         Raises:
@@ -155,20 +163,26 @@ class IterationPlanner:
                 f'planner.memory_limit = "{self.section.memory_limit}" is a part of a device whose memory is not known '
                 'here; name the device in planner.hardware (--cluster), or write an amount, as in "72GiB"'
             )
-        batching = make_batching(meta, self.spec, self.sub_microbatch_size, self.submesh.attention_mask)
-        check_conservation(meta, batching)
-        problem = make_problem(
-            self.spec,
-            self.partition,
-            batching,
-            self.costs,
-            self.section,
-            memory=self.memory if searched else self.memory.fixed,
-            submesh=self.submesh,
-            forward_only=forward_only,
-            limits=self.activation_limits,
-        )
-        return batching, problem
+        not_deferred: tuple[int, ...] = ()
+        while True:
+            batching = make_batching(meta, self.spec, self.sub_microbatch_size, self.submesh.attention_mask)
+            check_conservation(meta, batching)
+            problem = make_problem(
+                self.spec,
+                self.partition,
+                batching,
+                self.costs,
+                self.section,
+                memory=self.memory if searched else self.memory.fixed,
+                submesh=self.submesh,
+                forward_only=forward_only,
+                limits=self.activation_limits,
+            )
+            oversize = oversize_pairs(problem)
+            if not oversize:
+                return replace(batching, not_deferred=not_deferred), problem
+            not_deferred = tuple(sorted((*not_deferred, *oversize)))
+            meta = without_deferral(meta, oversize)
 
     def prepare(self, meta: IterationMeta, *, forward_only: bool = False, searched: bool = False) -> Iteration:
         """An iteration with its works, layout and planning problem. Arguments and errors: see `problem`."""

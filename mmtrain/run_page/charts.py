@@ -20,8 +20,6 @@ Pair = tuple[str, str]
 
 HUES: tuple[Pair, ...] = tuple((kinds[Kind.B], kinds[Kind.F]) for kinds in COLOURS)
 GREY: Pair = ("#6b7680", "#9aa5ae")
-RUN_HUES: tuple[Pair, ...] = (*HUES, ("#a3295c", "#e39ac0"), ("#1b7f8c", "#7fd0da"))
-"""Colours of several runs on one page."""
 _LAST_COUNTS = frozenset({"plan_late", "plan_failed", "plan_invalid", "skipped_samples"})
 """Counted over the run: the last of several steps is shown, not their mean."""
 
@@ -184,6 +182,11 @@ def _pipeline_charts(runs: Sequence[Run], modules: Sequence[str]) -> list[Chart]
             stacked=True,
         ),
         _chart(
+            runs, "Compute by module", "s", "Seconds of the actions of each module, all pipeline ranks together.",
+            [_Curve(label=m, of=f"compute_s_{m}", colour=_hue(i)) for i, m in enumerate(modules)],
+            stacked=True,
+        ),
+        _chart(
             runs, "Makespan", "s", "From the first action of the pipeline to the last: as measured, and as simulated.",
             [
                 _Curve(label="measured", of="makespan_s", colour=HUES[1]),
@@ -263,7 +266,7 @@ def _chart(
                 continue
             label, colour = curve.label, curve.colour
             if several:
-                label, colour = f"{run.name}: {label}", RUN_HUES[number % len(RUN_HUES)]
+                label, colour = f"{run.name}: {label}", _hue(number)
             dash = dash if several else curve.dash
             series.append(
                 Series(label=label, colour=colour, x=points[0], y=points[1], dash=dash, dots=curve.validation)

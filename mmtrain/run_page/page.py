@@ -11,7 +11,7 @@ from typing import Any
 
 from mmtrain import __version__
 from mmtrain.errors import ConfigError
-from mmtrain.run_page.charts import RUN_HUES, chart_json, charts
+from mmtrain.run_page.charts import HUES, chart_json, charts
 from mmtrain.run_page.numbers import numbers
 from mmtrain.run_page.runs import Run, read_run
 from mmtrain.schedule.view.drawing import COLOURS
@@ -58,7 +58,7 @@ def _data(runs: Sequence[Run]) -> dict[str, Any]:
         "runs": [
             {
                 "name": run.name,
-                "colour": RUN_HUES[index % len(RUN_HUES)],
+                "colour": HUES[index % len(HUES)],
                 "description": run.setting("job", "description") or "",
                 "numbers": [asdict(number) for number in numbers(run)],
                 "config": run.config_text,

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import tomllib
 import warnings
 from pathlib import Path
 
@@ -11,13 +12,26 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mmtrain.checkpoint.run_folder import load_module, open_run
 from mmtrain.commands.cli import main
 from mmtrain.commands.export import export
 from mmtrain.config import config
-from mmtrain.config.model import EncoderConfig, ModelConfig
+from mmtrain.config.config import Config
+from mmtrain.config.data import DataConfig
+from mmtrain.config.model import EncoderConfig, LoRAConfig, ModelConfig
+from mmtrain.config.sections import (
+    CheckpointConfig,
+    JobConfig,
+    LRSchedulerConfig,
+    ParallelismConfig,
+    TrainingConfig,
+)
+from mmtrain.data.noise import noise_batch
 from mmtrain.errors import CheckpointError, ConfigError
 from mmtrain.modality.bitfield import language_bits
 from mmtrain.modality.metadata import DocumentMeta, MicrobatchMeta
+from mmtrain.modality.probes import mixed_iteration
+from mmtrain.models.adapter_weights import load_adapters
 from mmtrain.models.attention.context import attention_context
 from mmtrain.models.build import build_chunk
 from mmtrain.models.chunk import Chunk
@@ -26,6 +40,7 @@ from mmtrain.models.loss import cross_entropy_sum
 from mmtrain.models.pretrained import load_pretrained
 from mmtrain.models.trainable import is_adapter
 from mmtrain.spec.builders import model_spec
+from mmtrain.trainer import Trainer
 from tests.jobs import layout, metrics, train, write_config
 from tests.lora import with_lora
 from tests.ranks import run_ranks
@@ -269,6 +284,111 @@ def test_a_job_starts_from_an_exported_folder(tmp_path, encoder, projector):
         for key, parameter in chunk.named_parameters():
             assert torch.equal(parameter, expected.pop(key)), key
         assert not expected
+
+
+def with_sound(adapted=(), **others) -> ModelConfig:
+    """A model with an encoder of images and one of sound. Args: adapted: names of encoders with adapters."""
+    model = model_config("siglip_vision_model", others={"audio": "whisper_encoder"} | others)
+    if adapted:
+        sections = {name: dataclasses.replace(model.encoders[name], trainable="lora") for name in adapted}
+        model = dataclasses.replace(model.with_modules(sections), lora=LoRAConfig(rank=3, alpha=6.0))
+    return model
+
+
+def exported(model: ModelConfig, out: Path) -> ModelConfig:
+    """The model with all its parts from an exported folder."""
+    sections = {
+        name: dataclasses.replace(section, config={}, pretrained=str(out / name))
+        for name, section in {**model.encoders, "language": model.language}.items()
+    }
+    for name in model.modules:
+        projector = dataclasses.replace(model.projector_of(name), pretrained=str(out / f"{name}_projector"))
+        sections[name] = dataclasses.replace(sections[name], projector=projector)
+    projector = dataclasses.replace(model.projector, pretrained=str(out / "projector"))
+    lora = dataclasses.replace(model.lora, pretrained=str(out) if model.lora != LoRAConfig() else "")
+    return dataclasses.replace(model.with_modules(sections), projector=projector, lora=lora)
+
+
+@pytest.mark.parametrize("way", ["all", "adapter", "merged"])
+def test_further_encoders_have_folders_that_their_classes_and_other_jobs_read(tmp_path, way):
+    model = with_sound(adapted=("audio",) if way != "all" else (), maps="vit")
+    saved, out = save_run(tmp_path / "run", model), tmp_path / "out"
+    made = export(tmp_path / "run", out, merge_adapters=way == "merged")
+    expected = {"language", "vision", "projector", "audio", "audio_projector", "maps", "maps_projector"}
+    assert set(made.folders) == expected | ({"audio_adapter"} if way == "adapter" else set())
+    adapter = out / "audio_adapter" if way == "adapter" else None
+    for name, kind in {"vision": "siglip_vision_model", "audio": "whisper_encoder", "maps": "vit"}.items():
+        theirs = vision(kind, out / name, adapter if name == "audio" else None)
+        pixels, grids = images(kind)
+        close(features_of(saved[name], pixels, grids), their_features(kind, "mlp", theirs, pixels, grids))
+    if way == "merged":
+        return
+    again = exported(model, out)
+    assert model_spec(again) == model_spec(model)
+    page = tomllib.loads((out / "README.md").read_text().partition("```toml")[2].partition("```")[0])
+    assert page["model"]["modules"]["audio"] == {
+        "pretrained": str(out / "audio"),
+        "kind": "audio",
+        "projector": {
+            "kind": "mlp",
+            "spatial_merge": 2,
+            "hidden_size": 0,
+            "pretrained": str(out / "audio_projector"),
+        },
+    }
+    for name, chunk in chunks_of(again, seed=1).items():
+        load_pretrained(chunk, again)
+        load_adapters(chunk, again)
+        wanted = dict(saved[name].named_parameters())
+        assert all(torch.equal(parameter, wanted.pop(key)) for key, parameter in chunk.named_parameters())
+        assert not wanted
+
+
+def step_on_noise(rank, path: Path) -> None:
+    """A step of a job on noise, and its checkpoint."""
+    trainer = Trainer(config.load(path))
+    meta = mixed_iteration(trainer.config, 1)
+    batch = noise_batch(trainer.config.model, meta, 1)
+    steps = trainer.timed_steps(torch.device("cpu"), [(batch, meta)])
+    next(steps)
+    trainer.state = dataclasses.replace(trainer.state, step=1)
+    trainer.checkpointer.save(trainer.state, trainer._named())
+    trainer.checkpointer.finish()
+    steps.close()
+
+
+@pytest.mark.ranks
+def test_a_step_between_an_import_and_an_export_is_all_that_changes(tmp_path):
+    """Folders that the classes wrote -> a job of two pipeline ranks -> a step -> folders: what trained is what the
+    checkpoint has, and what is frozen is to the bit what was read."""
+    model = with_sound()
+    save_run(tmp_path / "source", model)
+    export(tmp_path / "source", tmp_path / "in")
+    model = exported(model, tmp_path / "in")
+    model = model.with_modules({"vision": dataclasses.replace(model.encoder, trainable=False)})
+    run = tmp_path / "run"
+    job = Config(
+        model=model,
+        data=DataConfig(source="unused"),
+        job=JobConfig(dump_folder=str(run)),
+        training=TrainingConfig(steps=4, seq_len=96, global_batch_size=4),
+        lr_scheduler=LRSchedulerConfig(warmup_steps=0),
+        parallelism=ParallelismConfig(pipeline_parallel_degree=2),
+        checkpoint=CheckpointConfig(enable=True),
+    )
+    run.mkdir()
+    (run / "config.toml").write_text(config.dump(job))
+    run_ranks(step_on_noise, 2, run / "config.toml")
+    export(run, tmp_path / "out")
+    before, after = exported(model, tmp_path / "in"), exported(model, tmp_path / "out")
+    for name in ("vision", "audio", "language"):
+        old, new, stored = chunks_of(before)[name], chunks_of(after)[name], load_module(open_run(run), name)
+        load_pretrained(old, before)
+        load_pretrained(new, after)
+        for key, parameter in new.named_parameters():
+            assert torch.equal(parameter, stored.get_parameter(key)), key
+            moves = old.get_parameter(key).requires_grad
+            assert torch.equal(parameter, old.get_parameter(key)) != moves, key
 
 
 def test_a_projector_of_other_sizes_is_refused(tmp_path):

@@ -11,8 +11,14 @@ import torch.distributed as dist
 from mmtrain.commands import parity
 from mmtrain.commands.cli import main
 from mmtrain.commands.parity import ParameterError, Parity, StepParity, report, synthetic_data
+from mmtrain.config import config
+from mmtrain.data.noise import noise_batch
+from mmtrain.modality.probes import mixed_iteration
+from mmtrain.models.batch import check_batch
+from mmtrain.planner.batching import check_conservation, make_batching
 from mmtrain.planner.shrink import shrink
-from tests.jobs import layout, video_config, write_config, write_video_config
+from mmtrain.spec.builders import model_spec
+from tests.jobs import layout, video_config, write_config, write_sound_config, write_video_config
 from tests.ranks import warm_ranks
 
 SAVE_GRADIENTS = parity._save_gradients
@@ -150,6 +156,53 @@ def test_a_text_model_has_synthetic_text(tmp_path, capsys):
     )
     assert check(path, "synthetic") == 0
     assert "job     made small: language llama" in capsys.readouterr().out
+
+
+def scale_gradients_of_sound(device, *args):
+    from mmtrain.trainer import Trainer
+
+    backward = Trainer.backward
+
+    def broken(self, *step):
+        found = backward(self, *step)
+        for name, parameter in (pair for chunk in self.model.chunks for pair in chunk.named_parameters()):
+            if name.startswith("audio.") and parameter.grad is not None:
+                parameter.grad.mul_(1.01)
+        return found
+
+    Trainer.backward = broken
+    SAVE_GRADIENTS(device, *args)
+
+
+@pytest.mark.ranks
+def test_a_model_with_several_encoders_is_compared_on_noise_of_all(tmp_path, capsys, monkeypatch):
+    path = write_sound_config(tmp_path, tmp_path / "nowhere")
+    words = [*layout(pp=2), "activation_checkpoint.mode=full", "steps=2"]
+    assert check(path, "synthetic", *words) == 0
+    out = capsys.readouterr().out
+    assert "data    noise" in out
+    assert re.search(r"made small: vision qwen2_vl_vision, .*; audio whisper_encoder, .*; language qwen2, ", out)
+    assert "PASS" in out
+    monkeypatch.setattr(parity, "_save_gradients", scale_gradients_of_sound)
+    assert check(path, "synthetic", *words[:-1]) == 1
+    out = capsys.readouterr().out
+    worst = re.findall(r"^ +[1-9]\S*e-0[1-3] +\S+  (\S+)$", out, re.M)
+    assert worst and all(name.startswith("audio.") for name in worst)
+    assert "FAIL: " in out
+
+
+def test_noise_of_a_job_with_several_encoders_has_every_mixture(tmp_path):
+    job = config.load(write_sound_config(tmp_path, tmp_path / "nowhere"), ["--training.global_batch_size=8"])
+    metas = [mixed_iteration(job, seed) for seed in (1, 1, 2)]
+    assert metas[0] == metas[1] != metas[2]
+    spec = model_spec(job.model)
+    for meta in metas:
+        check_conservation(meta, make_batching(meta, spec))
+        check_batch(noise_batch(job.model, meta, 1), meta)
+        kinds = [{image.module for image in microbatch.images} for microbatch in meta.microbatches]
+        assert kinds[0] == {"vision", "audio"}
+        assert all(kinds.count(kind) == 2 for kind in ({"vision", "audio"}, {"vision"}, {"audio"}, set()))
+        assert all(m.num_tokens <= job.training.seq_len for m in meta.microbatches)
 
 
 @pytest.mark.ranks

@@ -8,12 +8,12 @@ import pytest
 
 from mmtrain.commands.cli import main
 from mmtrain.config import config as config_module
-from mmtrain.modality.probes import probing_iteration
+from mmtrain.modality.probes import mixed_iteration, probing_iteration
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.profile.profile import HELD, TIMES, Profile, role
 from mmtrain.planner.sub_microbatch import smallest_efficient
 from mmtrain.spec.builders import model_spec
-from tests.jobs import write_config, write_video_config
+from tests.jobs import write_config, write_sound_config, write_video_config
 from tests.ranks import run_ranks, warm_ranks
 
 pytestmark = pytest.mark.ranks
@@ -100,6 +100,28 @@ def test_fitted_efficiencies_are_a_hardware_profile(measured):
     assert planner.plan(probing_iteration(config)).result.timeline.makespan_s > 0
     before, after = re.search(r"mean error of a layer (\d+) %; with the factors a below ([\d.]+) %", text).groups()
     assert float(after) <= float(before) + 1
+
+
+def test_each_of_several_encoders_is_measured_and_planned_with(tmp_path: Path, capsys):
+    words = ["--training.seq_len=48", "--activation_checkpoint.mode=full"]
+    job, out = write_sound_config(tmp_path, tmp_path / "nowhere"), tmp_path / "p.json"
+    with warm_ranks():
+        assert main(["profile", "--config", str(job), "--out", str(out), "--rounds", "1", "--steps", "1", *words]) == 0
+    profile, config = Profile.read(out), config_module.load(job, [*words, f'--planner.profile="{out}"'])
+    planner = IterationPlanner.of(config)
+    sound = [layer for layer in profile.layers if layer.module == "audio"]
+    assert [layer.role for layer in sound] == ["embed", "blocks", "norm", "projector"]
+    for layer in sound[1:]:
+        assert {size.rows for size, _ in layer.points["forward"]} >= {12, 24, 48}
+    text = capsys.readouterr().out
+    assert "audio blocks" in text and "model.encoder.sub_microbatch_size = " in text
+    meta = mixed_iteration(config, 1)
+    batching, problem = planner.problem(meta)
+    work = next(w for w in range(len(batching.works)) if batching.module_of(w) == "audio")
+    size, module = batching.sizes[work], planner.spec.module("audio")
+    expected = sum(profile.layer("audio", layer).at("forward", size) for layer in module.layers)
+    (stage,) = problem.graph.stages(work)
+    assert problem.options(stage, work)[0].forward_s == pytest.approx(expected + profile.overheads.forward_s)
 
 
 @pytest.mark.nightly  # daily `test_measurements.py` has such samples, and `test_held_bytes.py` such ranks

@@ -13,12 +13,15 @@ from itertools import accumulate
 from mmtrain.config.config import Config
 from mmtrain.errors import ConfigError, PlanError
 from mmtrain.modality.metadata import IterationMeta
+from mmtrain.planner.batching import Batching
 from mmtrain.planner.costs.cost_model import CostModel
 from mmtrain.planner.forecast.breakdown import Breakdown, Part, Parts, computing
 from mmtrain.planner.forecast.machine import Network
+from mmtrain.planner.forecast.replicated import held_partition, replicated_choice, rerun
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.memory.options import MemoryChoices
 from mmtrain.planner.memory.rank_state import RankState, Sharding
+from mmtrain.planner.partition.choice import choose_partition
 from mmtrain.planner.plan import make_plan
 from mmtrain.planner.plan_choice import search_seed, searched_plan
 from mmtrain.schedule.action import Kind
@@ -69,6 +72,8 @@ class IterationSimulator:
     """[pp_rank][i] -> seconds of the UNSHARD of its i-th stage; they run one after the other."""
     reduce_s: tuple[float, ...]
     """[pp_rank] -> seconds of all its REDUCE."""
+    replicated: bool = False
+    """Whether every rank of the language model runs all encoders again."""
     searches: bool = False
     """Whether plans are searched as configured in `[planner]`; otherwise they have the order of the job's schedule."""
     peak_flops: float | None = None
@@ -79,11 +84,15 @@ class IterationSimulator:
         cls, config: Config, network: Network, *, searches: bool = False, peak_flops: float | None = None
     ) -> "IterationSimulator":
         """The simulator of a job. Raises: ConfigError: a model that cannot be built, cut or divided."""
-        planner, sharding = IterationPlanner.of(config), Sharding.of(config)
-        ranks = range(planner.partition.num_ranks)
-        states = tuple(sharding.rank_state(planner.spec, planner.partition, rank) for rank in ranks)
+        replicated, sharding = config.planner.placement == "replicated", Sharding.of(config)
+        planner = IterationPlanner.of(config, replicated_choice if replicated else choose_partition)
+        spec, parts = planner.spec, planner.partition
+        ranks = range(parts.num_ranks)
+        held = [held_partition(parts, rank) if replicated else parts for rank in ranks]
+        states = tuple(sharding.rank_state(spec, held[rank], rank) for rank in ranks)
         return cls(
             planner=planner,
+            replicated=replicated,
             states=states,
             gather_s=tuple(tuple(sharding.gather_s(network, s, rank) for s in states[rank].stages) for rank in ranks),
             reduce_s=tuple(sum(sharding.reduce_s(network, s, rank) for s in states[rank].stages) for rank in ranks),
@@ -107,7 +116,7 @@ class IterationSimulator:
         timelines, flops, activations = [], [], [0.0] * len(self.states)
         parts: list[dict[Parts, float]] = []
         for replica, meta in enumerate(metas):
-            batching, problem = self.planner.problem(meta, searched=self.searches)
+            batching, problem = self._problem(self.planner, meta)
             if self.searches:
                 chosen = search_seed(seed, step, replica)
                 planner = self.planner
@@ -182,7 +191,12 @@ class IterationSimulator:
     def _compute_s(self, meta: IterationMeta, costs: CostModel) -> float:
         """Rank-seconds of all actions if no block recomputed or offloaded anything."""
         planner = replace(self.planner, costs=costs, memory=MemoryChoices())
-        return _compute_s(planner.problem(meta, searched=self.searches)[1], {})
+        return _compute_s(self._problem(planner, meta)[1], {})
+
+    def _problem(self, planner: IterationPlanner, meta: IterationMeta) -> tuple[Batching, PlanningProblem]:
+        """The works of an iteration, and their planning problem."""
+        batching, problem = planner.problem(meta, searched=self.searches)
+        return batching, rerun(problem) if self.replicated else problem
 
     def _gather_delay_s(self, timeline: Timeline) -> float:
         """Seconds by which gathering the parameters, stage by stage, delays a pipeline.

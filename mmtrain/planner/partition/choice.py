@@ -121,14 +121,19 @@ def choose_partition(config: Config, spec: ModelSpec, costs: CostModel, sub_micr
             'other still needs; set "step", or choose a schedule without braids'
         )
     placement = config.planner.placement
-    if placement != "spread" and schedule.placement == "v":
+    if placement not in ("spread", "replicated") and schedule.placement == "v":
         raise ConfigError(
             f'planner.placement = "{placement}" with parallelism.pipeline_parallel_schedule = '
             f'"{config.parallelism.pipeline_parallel_schedule}", which goes down all pipeline ranks and back up in '
             'every module; choose another schedule, or set "spread"'
         )
+    if placement == "replicated":
+        raise ConfigError(
+            'planner.placement = "replicated", in which every rank of the language model runs all encoders again, is a '
+            'baseline of `mmtrain simulate` alone; set "spread", "parallel", "colocated" or "search"'
+        )
     if placement == "parallel" or placement == "colocated":
-        weights = _placing_weights(config, spec, costs, sub_microbatch)
+        weights = placing_weights(config, spec, costs, sub_microbatch)
         cut = _placed_cut(config, spec, placement, weights)
         placed = _placed(config, spec, cut, weights)
         return Choice(partition=placed, summary=f"partition: modules {placement}, {_ranks_text(cut, spec)}")
@@ -206,7 +211,7 @@ def _placed_cut(config: Config, spec: ModelSpec, placement: Placed, weights: Map
     return Cut(tuple(segments.values()), placement=placement, ranks=ranks)
 
 
-def _placing_weights(
+def placing_weights(
     config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch: SubMicrobatch
 ) -> Mapping[str, Sequence[float]]:
     """Module -> [layer] -> forward and backward: seconds, or FLOPs if no workload can be drawn for the model."""

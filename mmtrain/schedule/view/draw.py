@@ -8,7 +8,7 @@ from typing import Any
 from mmtrain.schedule.action import RESULT_OF, Action, Kind
 from mmtrain.schedule.graph import WorkGraph
 from mmtrain.schedule.timeline import Timeline
-from mmtrain.schedule.view.drawing import PAPER, Box, Drawing, headline, layout, name, num_bands, seconds, stacked
+from mmtrain.schedule.view.drawing import PAPER, Box, Drawing, headline, layout, mark, name, num_bands, seconds, stacked
 
 _FILL = {Kind.F: "-", Kind.B: "=", Kind.I: "~", Kind.W: ":"}
 
@@ -16,8 +16,8 @@ _FILL = {Kind.F: "-", Kind.B: "=", Kind.I: "~", Kind.W: ":"}
 def text(timeline: Timeline, width: int = 120) -> str:
     """The timeline as a grid of characters, time to the right, in one or several bands of `width` columns.
 
-    An action starts with the first letter of its module, small for a forward and capital for a backward, and its
-    microbatch; the rest of its time is `-` forward, `=` backward, `~` I, `:` W, `&` a braid. `.` is idle.
+    An action starts with a letter of its module, small for a forward and capital for a backward, and its microbatch;
+    the rest of its time is `-` forward, `=` backward, `~` I, `:` W, `&` a braid. `.` is idle.
     An action shorter than its label has only the letter; one shorter than half a column is invisible.
     """
     bands = num_bands(timeline, width, 4)  # columns, which hold a letter and two digits
@@ -28,9 +28,10 @@ def text(timeline: Timeline, width: int = 120) -> str:
         if bands > 1:
             lines.append(f"from {seconds(timeline.makespan_s * band / bands)}")
         lines += [f"rank {rank} |{row[low : low + width]}|" for rank, row in enumerate(cells)]
-    modules = ", ".join(f"{m[:1].lower()} = {m}" for m in dict.fromkeys(timeline.stage_modules))
+    modules = ", ".join(f"{letter} = {module}" for module, letter in _letters(timeline).items())
     blocks = any(len(row.action.parts) > 1 for rank in range(timeline.num_ranks) for row in timeline.of_rank(rank))
     kinds = "small letter forward (-), capital backward (= whole, ~ input, : weight)" + ", & a braid" * blocks
+    kinds += ", > of images that the next microbatch reads" * bool(timeline.deferred)
     lines.append(f"{modules}; {kinds}, . idle")
     return "\n".join(lines)
 
@@ -48,8 +49,17 @@ def _cells(timeline: Timeline, rank: int, width: int) -> str:
 
 
 def _label(timeline: Timeline, action: Action) -> str:
-    letter = timeline.stage_modules[action.stage][:1]
-    return f"{letter.lower() if action.kind is Kind.F else letter.upper()}{action.microbatch}"
+    letter = _letters(timeline)[timeline.stage_modules[action.stage]]
+    return f"{letter if action.kind is Kind.F else letter.upper()}{action.microbatch}{mark(timeline, action)}"
+
+
+def _letters(timeline: Timeline) -> dict[str, str]:
+    """Module -> the first letter of its name that no module before it has; if there is none, its first."""
+    letters: dict[str, str] = {}
+    for module in dict.fromkeys(timeline.stage_modules):
+        unused = [c for c in module.lower() if c.isalpha() and c not in letters.values()]
+        letters[module] = unused[0] if unused else module[:1].lower()
+    return letters
 
 
 def svg(timeline: Timeline | Mapping[str, Timeline], *, width: int = 1600, title: str = "") -> str:

@@ -14,7 +14,7 @@ from mmtrain.planner.profile.probing import CUTS, probing_job, small_job
 from mmtrain.planner.profile.profile import role
 from mmtrain.spec.builders import model_spec
 from tests.jobs import video_config
-from tests.reference import ENCODERS
+from tests.reference import ENCODERS, model_config
 
 JOBS = ["debug_vlm.toml", "debug_lora.toml", "debug_siglip_llama.toml", "debug_text.toml", "debug_4d.toml"]
 
@@ -25,8 +25,15 @@ def with_encoder(encoder: str):
     return replace(config, model=replace(config.model, encoder=section, projector=ProjectorConfig()))
 
 
+def with_further():
+    config = config_module.load("debug_vlm.toml", [])
+    others = model_config(others={"audio": "whisper_encoder", "maps": "siglip2_vision_model"}).modules
+    return replace(config, model=replace(config.model, modules=others))
+
+
 CONFIGS = [config_module.load(name, []) for name in JOBS] + [with_encoder(name) for name in ENCODERS]
-IDS = [*JOBS, *ENCODERS]
+CONFIGS.append(with_further())
+IDS = [*JOBS, *ENCODERS, "further encoders"]
 
 
 def kinds(config):
@@ -65,6 +72,17 @@ def test_batches_are_whole_and_fit_into_a_microbatch(config):
         for microbatch in meta.microbatches:
             assert microbatch.num_tokens <= max(config.training.seq_len, one_image + 4)
             assert microbatch.num_targets >= 1
+
+
+def test_each_encoder_is_measured_by_itself_and_with_several_items():
+    config = with_further()
+    batching = make_batching(probing_iteration(config), model_spec(config.model))
+    for index, name in enumerate(("vision", "audio", "maps")):
+        items = [item for item in batching.items if item.work.module == index]
+        assert {unit.module for item in items for unit in item.units} == {name}
+        assert len({len(item.units) for item in items}) > 2
+    works = [{batching.module_of(w) for w in item.work.after} for item in batching.items if item.work.after]
+    assert all(len(feeding) == 1 for feeding in works)
 
 
 def test_rows_pairs_outputs_and_labels_change_apart_from_each_other():
