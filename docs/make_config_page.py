@@ -42,9 +42,11 @@ Rules between sections:
 - `encoder_context_parallel = "patches"` and `encoder_tensor_parallel = "data"` need a degree above 1 on their axis.
 - `tensor_parallel_rows = "whole"` needs `tensor_parallel_degree` above 1.
 - Keys of `[data]` for clips (`fps`, `max_seconds`, `max_total_seconds`, `max_clips`, `video_area`, `video_aspects`,
-  `video_frames`) need `[model.dit]`; those for images (`image_processor`, `min_pixels`, `max_pixels`, `blank_images`)
-  and videos of conversations (`video_fps`, `video_min_frames`, `video_max_frames`, `video_min_pixels`,
-  `video_max_pixels`) exclude it.
+  `video_frames`) need `[model.dit]`; those for images (`image_processor`, `min_pixels`, `max_pixels`, `blank_images`),
+  sounds (`blank_audio`) and videos of conversations (`video_fps`, `video_min_frames`, `video_max_frames`,
+  `video_min_pixels`, `video_max_pixels`) exclude it.
+- `data.blank_audio` needs an encoder of sound; tokens of encoders differ from each other, and from
+  `tokenizer.image_token` and `tokenizer.video_token`.
 - `data.source` and `data.sources` exclude each other; names of sources are unique.
 - `data.max_seconds` is at most `data.max_total_seconds`.
 - `[model.lora]` needs a module with `trainable = "lora"`.

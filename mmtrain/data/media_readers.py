@@ -190,9 +190,9 @@ class Readers:
 
 
 UNREAD: dict[str, str] = {
-    "image": "the model has no encoder; add [model.encoder] or use samples without images",
-    "video": f"the model's encoder reads images alone; use one of {', '.join(VIDEO_ENCODERS)}, or leave them out",
-    "audio": 'the model has no encoder of sound; add [model.modules.audio] with kind = "audio", or leave them out',
+    "image": "the model has no encoder of images; add [model.encoder]",
+    "video": f"the model's encoder reads images alone; use one of {', '.join(VIDEO_ENCODERS)}",
+    "audio": 'the model has no encoder of sound; add [model.modules.audio] with kind = "audio"',
 }
 """Kind of content -> what the error says for a model that has no encoder of it."""
 
@@ -215,7 +215,7 @@ def vision_readers(
         vocabulary: of the tokenizer; without the token of videos none is read.
     """
     if geometry is None or rules is None:
-        return Readers(of_kind={}, unread=UNREAD | {"video": UNREAD["image"].replace("images", "videos")})
+        return Readers(of_kind={}, unread=UNREAD | {"video": UNREAD["image"]})
     readers: dict[str, MediaReader] = {
         "image": ImageReader(token=section.image_token, geometry=geometry, rules=rules, data=data)
     }
@@ -228,7 +228,7 @@ def vision_readers(
     elif videos is not None:
         unread["video"] = (
             f"the tokenizer has no token {shown(section.video_token)} for them; name its own with "
-            "tokenizer.video_token, use a tokenizer that has one, or leave them out"
+            "tokenizer.video_token, or use a tokenizer that has one"
         )
     return Readers(of_kind=readers, unread=unread)
 

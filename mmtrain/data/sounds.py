@@ -203,7 +203,7 @@ def _other(raw: RawSound, why: str, max_bytes: int) -> Sound:
             try:
                 return read(file)
             except Exception as error:  # RuntimeError of libsndfile, TypeError, ...
-                raise DataError(f"{why}, and soundfile cannot read it: {one_line(error)}") from None
+                raise DataError(f"{why}, and soundfile cannot read it: {one_line(error)}; write it as WAV") from None
 
     info = use(soundfile.info)
     if not 1 <= info.channels <= MOST_CHANNELS:
