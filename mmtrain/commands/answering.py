@@ -15,9 +15,9 @@ from mmtrain.config.config import Config
 from mmtrain.config.data import DataConfig
 from mmtrain.config.toml_sections import build
 from mmtrain.config.whole_model import with_parts
-from mmtrain.data.conversation_records import CONVERSATIONS, PLACEHOLDERS, Record
+from mmtrain.data.conversation_records import CONVERSATIONS, Record, placeholder
 from mmtrain.data.conversations import make_processor
-from mmtrain.data.media import RawImage, RawVideo, raw_image, raw_video
+from mmtrain.data.media import RawMedium, raw_image, raw_video
 from mmtrain.data.processor import Processor, stop_token
 from mmtrain.data.questions import Question, question_before
 from mmtrain.data.sources import open_source
@@ -148,7 +148,7 @@ def asked(prompt: str, images: Sequence[Path], videos: Sequence[Path] = ()) -> R
     """The conversation of one question about images and videos, which stand before it unless it says where."""
     content = prompt
     for kind, paths in (("video", videos), ("image", images)):
-        mark = PLACEHOLDERS[kind]
+        mark = placeholder(kind)
         marks = prompt.count(mark)
         if marks not in (0, len(paths)):
             raise DataError(
@@ -159,7 +159,7 @@ def asked(prompt: str, images: Sequence[Path], videos: Sequence[Path] = ()) -> R
             if not (path.is_file() or (kind == "video" and path.is_dir())):
                 raise DataError(f"--{kind} {path} is no {_INPUTS[kind]}; correct the path")
         content = content if marks else mark * len(paths) + content
-    raw: list[RawImage | RawVideo] = [raw_image(str(path), f"--image {path}", "") for path in images]
+    raw: list[RawMedium] = [raw_image(str(path), f"--image {path}", "") for path in images]
     raw += [raw_video(str(path), f"--video {path}", "", None) for path in videos]
     return Record(sample=0, messages=({"role": "user", "content": content},), images=tuple(raw))
 

@@ -154,7 +154,7 @@ def _train(args: argparse.Namespace) -> int:
     if "WORLD_SIZE" in os.environ:
         return _train_rank(args)
     from mmtrain.modality.buckets import check_video
-    from mmtrain.modality.geometry import check_readable
+    from mmtrain.modality.readers import check_readable
     from mmtrain.planner.iteration import IterationPlanner
 
     check_temporary_folder(job.data.num_workers)

@@ -24,7 +24,7 @@ from mmtrain.checkpoint.run_folder import StoredRun, load_module
 from mmtrain.commands.adapter_folders import AdapterFolder, plain
 from mmtrain.config.config import Config
 from mmtrain.config.model import EncoderConfig, LanguageConfig
-from mmtrain.data.conversations import image_rules
+from mmtrain.data.media_readers import image_rules
 from mmtrain.data.pixels import PixelRules
 from mmtrain.data.processor import stop_token
 from mmtrain.data.tokenizer import load_tokenizer

@@ -223,8 +223,8 @@ CONVERSATION_VIDEO_KEYS = (
     "video_max_pixels",
 )
 """Keys of [data] that only videos of conversations follow."""
-IMAGE_KEYS = ("image_processor", "min_pixels", "max_pixels", "blank_images", *CONVERSATION_VIDEO_KEYS)
-"""Keys of [data] that only images and videos of conversations follow."""
+IMAGE_KEYS = ("image_processor", "min_pixels", "max_pixels", "blank_images", "blank_audio", *CONVERSATION_VIDEO_KEYS)
+"""Keys of [data] that only images, videos and sounds of conversations follow."""
 
 
 def _check_data(config: Config) -> None:
@@ -236,6 +236,14 @@ def _check_data(config: Config) -> None:
         if value != getattr(default, name):
             why = "a job with [model.dit] reads video clips" if video else "a job without [model.dit] reads no clips"
             raise ConfigError(f"data.{name} = {shown(value)} has no effect: {why}; remove it")
+    if config.data.blank_audio and not any(section.kind == "audio" for section in config.model.modules.values()):
+        raise ConfigError("data.blank_audio = true has no effect: the model has no encoder of sound; remove it")
+    for key in ("image_token", "video_token"):
+        for name, section in config.model.modules.items():
+            if (token := section.token or f"<{name}>") == getattr(config.tokenizer, key):
+                raise ConfigError(
+                    f"{section_of(name)}.token = {shown(token)} is tokenizer.{key}, too; give each its own token"
+                )
     if video and config.tokenizer.chat_template:
         value = shown(config.tokenizer.chat_template)
         raise ConfigError(f"tokenizer.chat_template = {value} has no effect: captions are no conversations; remove it")

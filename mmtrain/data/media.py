@@ -1,4 +1,4 @@
-"""Images, videos and latents of a record, still encoded: in memory, or in files that are opened with care.
+"""Images, videos, sounds and latents of a record, still encoded: in memory, or in files that are opened with care.
 
 Records may be untrusted. So a file is opened only if it is a regular one (reading a device or a pipe might never end)
 and not larger than `data.max_media_bytes`.
@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+import numpy as np
+
 from mmtrain.errors import DataError, one_line, shown
 
 T = TypeVar("T")
@@ -27,6 +29,8 @@ class RawImage:
     data: bytes | None
     path: str = ""
     """Local path or URL; read when `data` is None."""
+    kind: str = "image"
+    """Kind of content, which says whose placeholder stands for it."""
 
     def read(self, max_bytes: int) -> bytes:
         """The encoded bytes.
@@ -145,6 +149,7 @@ class RawVideo:
     frames: tuple[RawImage, ...] = ()
     fps: float | None = None
     """Frames a second, as the record says; None: it does not."""
+    kind: str = "video"
 
     @property
     def name(self) -> str:
@@ -193,6 +198,53 @@ def frame_rate(value: Any, where: str) -> float | None:
     if type(value) not in (int, float) or not 0 < value < math.inf:
         raise DataError(f"{where}: `fps` = {shown(value)}; it must be a number above 0")
     return float(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RawSound:
+    """A sound: an encoded file, or its samples."""
+
+    file: RawImage | None = None
+    samples: np.ndarray | None = None
+    """[samples] or [channels, samples] floats from -1 to 1, in place of a file."""
+    rate: int = 0
+    """Samples a second of `samples`."""
+    kind: str = "audio"
+
+    @property
+    def name(self) -> str:
+        """Its file, for errors; empty if it is in memory."""
+        return self.file.path if self.file else ""
+
+
+RawMedium = RawImage | RawVideo | RawSound
+"""What one placeholder of a record stands for."""
+
+
+def raw_sound(value: Any, where: str, folder: str) -> RawSound:
+    """The sound that a value of a row contains or names: bytes, a path, a `data:` URL, a struct of `bytes` and `path`,
+    or decoded as `array` and `sampling_rate`.
+
+    Raises: DataError: it is none of these.
+    """
+    if not isinstance(value, Mapping) or value.get("array") is None:
+        return RawSound(file=raw_image(value, where, folder))
+    rate = value.get("sampling_rate")
+    if type(rate) is not int or rate < 1:
+        raise DataError(f"{where}: `sampling_rate` = {shown(rate)}; write the samples a second of its `array`, above 0")
+    try:
+        samples = np.asarray(value["array"], np.float64)
+    except (TypeError, ValueError):
+        samples = np.empty(())
+    if samples.ndim not in (1, 2) or (samples.ndim == 2 and not 1 <= len(samples) <= MOST_CHANNELS):
+        raise DataError(
+            f"{where}: its `array` is no list of numbers, nor one for each of up to {MOST_CHANNELS} channels"
+        )
+    return RawSound(samples=samples, rate=rate)
+
+
+MOST_CHANNELS = 256
+"""Of a sound."""
 
 
 def check_text(text: str, what: str) -> str:

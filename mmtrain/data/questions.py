@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from mmtrain.config.config import Config
-from mmtrain.data.conversation_records import PLACEHOLDERS, Message, Record, kind_of, num_placeholders
+from mmtrain.data.conversation_records import Message, Record, kind_of, num_placeholders, placeholder
 from mmtrain.data.conversations import Conversations, ReadDocument
 from mmtrain.data.loader import Step
-from mmtrain.data.media import RawImage, RawVideo
+from mmtrain.data.media import RawMedium
 from mmtrain.data.packing import LoaderState
 from mmtrain.data.processor import stop_token
 from mmtrain.errors import DataError
@@ -56,9 +56,9 @@ class Answer:
 
 def question_before(record: Record, turn: int) -> Question:
     """The conversation of a record before one of its answers, and that answer. Args: turn: index of its message."""
-    before, shown = record.messages[:turn], list[RawImage | RawVideo]()
-    for kind, made in (("image", RawImage), ("video", RawVideo)):
-        own = [raw for raw in record.images if isinstance(raw, made)]
+    before, shown = record.messages[:turn], list[RawMedium]()
+    for kind in dict.fromkeys(raw.kind for raw in record.images):
+        own = [raw for raw in record.images if raw.kind == kind]
         if num_placeholders(record.messages, kind) == len(own):  # else the processor says what is wrong
             own = own[: num_placeholders(before, kind)]
         shown += own
@@ -67,12 +67,12 @@ def question_before(record: Record, turn: int) -> Question:
 
 
 def text_of(message: Message) -> str:
-    """The text of a message; each image is `<image>`, each video `<video>`."""
+    """The text of a message; each image is `<image>`, each video `<video>`, each sound `<audio>`."""
     content = message.get("content")
     parts = content if isinstance(content, list) else [content]
     kinds = ((kind_of(part), part) for part in parts)
     return "".join(
-        PLACEHOLDERS[kind] if kind else str(part.get("text", "")) if isinstance(part, Mapping) else str(part)
+        placeholder(kind) if kind else str(part.get("text", "")) if isinstance(part, Mapping) else str(part)
         for kind, part in kinds
     )
 

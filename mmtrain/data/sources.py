@@ -284,10 +284,10 @@ def _load_dataset(data: DataConfig, path: Path, split: str) -> tuple[Any, list[s
         files = datasets.load_dataset_builder(**what).config.data_files or {}
         rows = datasets.load_dataset(**what, split=split, streaming=data.streaming)
         columns = list(rows.column_names or next(iter(rows), {}))  # a stream may not know them before its first row
-        # Images and videos are decoded by us, and only those in use.
+        # Images, videos and sounds are decoded by us, and only those in use.
         for column, feature in (rows.features or {}).items():
             inner = getattr(feature, "feature", feature)
-            if isinstance(inner, datasets.Image | datasets.Video):
+            if isinstance(inner, datasets.Image | datasets.Video | datasets.Audio):
                 encoded = type(inner)(decode=False)
                 rows = rows.cast_column(column, encoded if inner is feature else type(feature)(encoded))
     except (ConfigError, DataError):

@@ -152,25 +152,15 @@ def filled_size(height: int, width: int, *, factor: int, max_blocks: int) -> tup
     return blocks(low, height) * factor, blocks(low, width) * factor
 
 
-def check_readable(model: ModelConfig) -> None:
-    """Checks that the data loader reads what the encoders of a model read.
-
-    Raises: ConfigError: a further encoder, which a program of one's own has to feed.
-    """
-    for name in model.modules:
-        raise ConfigError(
-            f"[{section_of(name)}]: the data loader reads what [model.encoder] reads alone; feed a model with further "
-            "encoders from a program of your own (docs/models.md), or remove the section"
-        )
-
-
-def model_geometry(model: ModelConfig, *, min_pixels: int = 0, max_pixels: int = 0) -> ImageGeometry:
-    """The geometry of the images of a model with an encoder. Arguments and errors: see `image_geometry`."""
-    assert model.encoder is not None
+def model_geometry(
+    model: ModelConfig, module: str = "vision", *, min_pixels: int = 0, max_pixels: int = 0
+) -> ImageGeometry:
+    """The geometry of the images of an encoder of a model that has it. Arguments and errors: see `image_geometry`."""
     return image_geometry(
-        encoder_config(model.encoder),
-        spatial_merge=model.projector.merge,
-        extra_tokens=int(vision_shape(model).keeps_class_token),
+        encoder_config(model.encoders[module], section_of(module)),
+        section=section_of(module),
+        spatial_merge=model.projector_of(module).merge,
+        extra_tokens=int(vision_shape(model, module).keeps_class_token),
         min_pixels=min_pixels,
         max_pixels=max_pixels,
     )
@@ -197,6 +187,7 @@ def image_geometry(
     extra_tokens: int = 0,
     min_pixels: int = 0,
     max_pixels: int = 0,
+    section: str = "model.encoder",
 ) -> ImageGeometry:
     """The geometry of an encoder's images.
 
@@ -205,27 +196,26 @@ def image_geometry(
         spatial_merge: neighbours along each side that become one token.
         extra_tokens: of an image, in addition to those of its patches.
         min_pixels, max_pixels: area limits for native-resolution encoders; 0: those of the family's processor.
+        section: of the config, for errors.
     Raises: ConfigError: the model_type is unknown or reads no images, or sizes do not divide each other.
     """
     kind = encoder.get("model_type")
     if kind in _AUDIO:
         raise ConfigError(
-            f"model.encoder: model_type = {kind!r} reads spectrograms of audio, but the data loader reads only images "
-            "and text; choose an encoder of images, or feed the model from a program of your own"
+            f"{section}: model_type = {kind!r} reads sound, and this section images; write it as [model.modules.audio] "
+            'with kind = "audio"'
         )
     channels = encoder.get("num_channels", encoder.get("in_channels", encoder.get("in_chans", 3)))
     if channels != 3:
-        raise ConfigError(f"model.encoder: {channels} colour channels; images are read as RGB, so set it to 3")
+        raise ConfigError(f"{section}: {channels} colour channels; images are read as RGB, so set it to 3")
     if kind in _NATIVE:
-        patch = single_size("model.encoder", "patch_size", encoder.get("patch_size", 16 if kind in _QWEN3_VL else 14))
+        patch = single_size(section, "patch_size", encoder.get("patch_size", 16 if kind in _QWEN3_VL else 14))
         least, most = _QWEN3_VL_AREAS if kind in _QWEN3_VL else (QWEN2_VL_MIN_PIXELS, QWEN2_VL_MAX_PIXELS)
         geometry = ImageGeometry(
             layout="packed",
             patch_size=patch,
             merge=spatial_merge,
-            temporal_patch_size=single_size(
-                "model.encoder", "temporal_patch_size", encoder.get("temporal_patch_size", 2)
-            ),
+            temporal_patch_size=single_size(section, "temporal_patch_size", encoder.get("temporal_patch_size", 2)),
             min_pixels=min_pixels or least,
             max_pixels=max_pixels or most,
         )
@@ -242,7 +232,7 @@ def image_geometry(
                 f"data.min_pixels = {min_pixels}: images of a {kind} encoder always have as many patches as "
                 "data.max_pixels allows; remove it"
             )
-        patch = single_size("model.encoder", "patch_size", encoder.get("patch_size", 16))
+        patch = single_size(section, "patch_size", encoder.get("patch_size", 16))
         max_patches = max_pixels // patch**2 if max_pixels else encoder.get("num_patches", 256)
         if max_patches < spatial_merge**2:
             raise ConfigError(
@@ -258,11 +248,11 @@ def image_geometry(
                 f"data.min_pixels = {min_pixels}, data.max_pixels = {max_pixels}: a {kind} encoder has "
                 "one fixed image size (its image_size); remove both"
             )
-        patch = single_size("model.encoder", "patch_size", encoder.get("patch_size", 16))
-        size = single_size("model.encoder", "image_size", encoder.get("image_size", 224))
+        patch = single_size(section, "patch_size", encoder.get("patch_size", 16))
+        size = single_size(section, "image_size", encoder.get("image_size", 224))
         if size % patch or (size // patch) % spatial_merge:
             raise ConfigError(
-                f"model.encoder: image_size = {size} must be a multiple of patch_size * spatial_merge = "
+                f"{section}: image_size = {size} must be a multiple of patch_size * spatial_merge = "
                 f"{patch} * {spatial_merge}; change model.projector.spatial_merge or the encoder's sizes"
             )
         return ImageGeometry(
@@ -273,4 +263,4 @@ def image_geometry(
             image_size=size,
         )
     known_types = ", ".join((*_NATIVE, *_NAFLEX, *_FIXED))
-    raise ConfigError(f"model.encoder: model_type = {kind!r} has no known image layout; known are {known_types}")
+    raise ConfigError(f"{section}: model_type = {kind!r} has no known image layout; known are {known_types}")

@@ -16,7 +16,7 @@ def sample_name(sample: int, source: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageMeta:
-    """One image, video or piece of sound, as its encoder reads it; or one patch in time of a video that has text
+    """One image, video or window of a sound, as its encoder reads it; or one patch in time of a video that has text
     between these. Sound is one row of patches."""
 
     module: str = "vision"
@@ -24,9 +24,9 @@ class ImageMeta:
     sample: int
     """Index of its record in the data source."""
     index: int
-    """Its index among the images of that record and, counted behind them, its videos."""
+    """Its index among the images of that record and, counted behind them, its videos and sounds."""
     frame: int | None = None
-    """Its index in time, if it is one patch in time of a video."""
+    """Its index in time, if it is one patch in time of a video, or a window of a sound."""
     grid: tuple[int, int, int]
     """Patches (time, height, width); time is 1 for an image."""
     num_tokens: int
@@ -39,6 +39,13 @@ class ImageMeta:
     """Of a video, the seconds from one patch to the next in time; 0: it is an image."""
     time_step: float = 1.0
     """Positions from one patch to the next in time, before rounding, in a model with positions on three axes."""
+    sound_s: float = 0.0
+    """Of a window of a sound, its length without silence, seconds; 0: it is no sound."""
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether it is a window of a sound."""
+        return self.sound_s > 0
 
     @property
     def is_video(self) -> bool:
@@ -69,7 +76,8 @@ class ImageMeta:
     def name(self) -> str:
         """Its name in error messages."""
         content = "video" if self.is_video else "image" if self.module == "vision" else self.module
-        return f"{content} {self.index} of {sample_name(self.sample, self.source)}"
+        part = "" if self.frame is None else f"frame {self.frame} of " if self.is_video else f"window {self.frame} of "
+        return f"{part}{content} {self.index} of {sample_name(self.sample, self.source)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +91,7 @@ class DocumentMeta:
     num_targets: int
     """Number of labelled positions."""
     images: tuple[ImageMeta, ...]
-    """Images and videos, or patches in time of videos, in the order of their tokens."""
+    """Images and videos, patches in time of videos, and windows of sounds, in the order of their tokens."""
     grade: str = ""
     """Difficulty in the record, for accuracy by grade; empty if there is none."""
     answers: tuple[int, ...] = ()
@@ -96,7 +104,7 @@ class DocumentMeta:
 
     @property
     def of_placeholders(self) -> tuple[tuple[ImageMeta, ...], ...]:
-        """The images of each placeholder: an image, a video, or all patches in time of a video."""
+        """The images of each placeholder: an image, a video, all patches in time of a video or windows of a sound."""
         return tuple(tuple(group) for _, group in groupby(self.images, key=lambda image: (image.module, image.index)))
 
     @property
@@ -233,8 +241,18 @@ class IterationMeta:
 
     @cached_property
     def num_images(self) -> int:
-        """Images and videos of all microbatches."""
-        return sum(len(m.images) for m in self.microbatches)
+        """Images and videos of all microbatches, of whichever encoder."""
+        return sum(not image.is_sound for m in self.microbatches for image in m.images)
+
+    @cached_property
+    def num_sounds(self) -> int:
+        """Sounds of all microbatches."""
+        return sum(image.is_sound and not image.frame for m in self.microbatches for image in m.images)
+
+    @cached_property
+    def sound_s(self) -> float:
+        """Seconds of all sounds, without the silence that fills their windows."""
+        return sum((image.sound_s for m in self.microbatches for image in m.images), 0.0)
 
     @cached_property
     def num_patches(self) -> int:

@@ -28,17 +28,18 @@ def most_image_tokens(model: ModelConfig) -> int:
 
 def small_data(section: DataConfig, model: ModelConfig) -> DataConfig:
     """The data section with smaller images and fewer, shorter and smaller clips. Args: model: the small model."""
-    section = replace(section, num_workers=0, too_long="truncate" if model.encoder is None else "skip")
+    section = replace(section, num_workers=0, too_long="skip" if model.encoders else "truncate")
     if model.dit is not None:
         return _clips(section, dit_shape(model), latent_scale(model.vae) if model.vae else None)
-    if model.encoder is None or vision_shape(model).fixed_grid is not None:
+    shapes = [vision_shape(model, name) for name in model.encoders]
+    packed = [shape for shape in shapes if shape.packed]
+    if not packed:
         return section
-    shape = vision_shape(model)
-    token = (shape.patch_size * shape.merge) ** 2
+    token = max((shape.patch_size * shape.merge) ** 2 for shape in packed)
     if videos := video_rules(model, section):
         section = _videos(section, videos)
     max_pixels = min(section.max_pixels or _IMAGE_TOKENS * token, _IMAGE_TOKENS * token)
-    min_pixels = 0 if shape.fills else min(token, max_pixels)
+    min_pixels = 0 if any(shape.fills for shape in packed) else min(token, max_pixels)
     return replace(section, max_pixels=max_pixels, min_pixels=min_pixels)
 
 

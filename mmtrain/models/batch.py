@@ -1,8 +1,9 @@
 """The tensors of one step on one model replica."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -23,9 +24,9 @@ def document_positions(lengths: Iterable[int]) -> Tensor:
 
 @dataclass(kw_only=True)
 class Microbatch:
-    """One packed sequence, and its images and videos.
+    """One packed sequence, and its images, videos and sounds.
 
-    Shapes: T packed tokens; V tokens of images and videos among them.
+    Shapes: T packed tokens; V tokens of images, videos and sounds among them.
     """
 
     input_ids: Tensor
@@ -33,12 +34,13 @@ class Microbatch:
     labels: Tensor
     """[T] int64, already shifted: `labels[t]` is the target of position t, or IGNORE_INDEX."""
     image_slots: Tensor
-    """[V] int64: rows of `input_ids` that features of images and videos fill, in their order."""
+    """[V] int64: rows of `input_ids` that features of images, videos and sounds fill, in their order."""
     pixel_values: list[Tensor]
-    """One tensor an image or video, float32, that concatenate along dim 0: [patches, patch_dim] for packed
-    native-resolution encoders, [1, channels, height, width] for encoders of a fixed size."""
+    """One tensor an image, video or window of a sound, float32. Those of one encoder concatenate along dim 0: [patches,
+    patch_dim] for packed native-resolution encoders, [1, channels, height, width] for encoders of a fixed size, [1, mel
+    bins, frames] for sound."""
     image_names: list[tuple[int, ...]]
-    """`ImageMeta.key` of each image and video, which must be those of the metadata."""
+    """`ImageMeta.key` of each of them, which must be those of the metadata."""
 
 
 class OfModule(NamedTuple):
@@ -174,9 +176,10 @@ def _check_microbatch(where: str, tensors: Microbatch, meta: MicrobatchMeta) -> 
     num_labels = int((tensors.labels != IGNORE_INDEX).sum())
     if num_labels != meta.num_targets:
         raise DataError(f"{where}: {num_labels} labelled positions, but the metadata names {meta.num_targets}")
-    expected = [image.key for image in meta.images]
+    expected = [image.key for image in meta.images]  # a key twice: the sample is there again, or of another source
     if tensors.image_names != expected:
-        _name_difference(where, "image", tensors.image_names, expected)
+        called = {image.key: image.name for image in meta.images}
+        _name_difference(where, "image", tensors.image_names, expected, called)
     if len(tensors.pixel_values) != len(expected):
         raise DataError(f"{where}: {len(tensors.pixel_values)} pixel tensors for {len(expected)} images")
     for image, pixels in zip(meta.images, tensors.pixel_values, strict=True):
@@ -187,14 +190,22 @@ def _check_microbatch(where: str, tensors: Microbatch, meta: MicrobatchMeta) -> 
 
 
 def _name_difference(
-    where: str, content: str, names: Sequence[tuple[int, ...]], expected: Sequence[tuple[int, ...]]
+    where: str,
+    content: str,
+    names: Sequence[tuple[int, ...]],
+    expected: Sequence[tuple[int, ...]],
+    called: Mapping[tuple[int, ...], str] = MappingProxyType({}),
 ) -> NoReturn:
-    """Raises: DataError: the image or clip by which the names differ from those of the metadata."""
+    """Args: called: name in errors of those that are not called as their content, index and sample.
+
+    Raises: DataError: the image or clip by which the names differ from those of the metadata.
+    """
     counts, owed = Counter(names), Counter(expected)
     for verb, different in (("lost", owed - counts), ("there once too often", counts - owed)):
-        for sample, index, *frame in different:
-            part = f"frame {frame[0]} of video" if frame else content
-            raise DataError(f"{where}: {part} {index} of sample {sample} is {verb}")
+        for key in different:
+            sample, index, *frame = key
+            part = f"frame {frame[0]} of {content}" if frame else content
+            raise DataError(f"{where}: {called.get(key, f'{part} {index} of sample {sample}')} is {verb}")
     order = "their tokens" if content == "image" else "their captions"
     raise DataError(f"{where}: its {content}s are in another order than {order}: {names}")
 

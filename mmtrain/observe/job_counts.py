@@ -1,6 +1,6 @@
 """What all replicas of a job count: in one step, and in all steps of this process, at whatever layouts."""
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,9 @@ class StepCounts:
     images: int
     patches: int
     image_tokens: int
+    sounds: int
+    sound_s: float
+    sound_tokens: int
     clips: int
     frames: int
     video_tokens: int
@@ -36,7 +39,10 @@ class StepCounts:
             flops=flops,
             images=meta.num_images,
             patches=meta.num_patches,
-            image_tokens=sum(image.num_tokens for m in meta.microbatches for image in m.images),
+            image_tokens=_tokens(meta, sound=False),
+            sounds=meta.num_sounds,
+            sound_s=meta.sound_s,
+            sound_tokens=_tokens(meta, sound=True),
             clips=meta.num_clips,
             frames=meta.num_frames,
             video_tokens=meta.num_video_tokens,
@@ -52,8 +58,13 @@ class StepCounts:
         if not mesh.is_leader:
             totals.zero_()
         dist.all_reduce(totals)
-        flops, *numbers = totals.tolist()
-        return StepCounts(flops, *map(int, numbers))
+        values = zip(fields(self), totals.tolist(), strict=True)
+        return StepCounts(*(int(value) if field.type is int else value for field, value in values))
+
+
+def _tokens(meta: IterationMeta, *, sound: bool) -> int:
+    """Tokens of all sounds, or of all images and videos."""
+    return sum(image.num_tokens for m in meta.microbatches for image in m.images if image.is_sound == sound)
 
 
 @dataclass(slots=True)

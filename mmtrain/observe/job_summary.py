@@ -5,8 +5,9 @@ from contextlib import suppress
 from mmtrain.config.config import Config
 from mmtrain.config.model import ModelConfig
 from mmtrain.config.topology import AXES
-from mmtrain.data.conversations import image_processor, image_rules
+from mmtrain.data.media_readers import image_processor, image_rules
 from mmtrain.errors import ConfigError
+from mmtrain.modality.sounds import sound_rules
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.partition.pipeline_layout import show_layout
 from mmtrain.planner.plan_choice import show_switches
@@ -37,8 +38,11 @@ def start_lines(config: Config, planner: IterationPlanner, *, device: str, threa
             f"{show_layout(module, [stage.layers for stage in stages])}"
         )
     if config.model.encoders:
-        with suppress(ConfigError):  # of an encoder that reads no images, or one that the data loader will raise
-            lines.append(_images(config))
+        encoders = config.model.encoders
+        with suppress(ConfigError):  # which the data loader will raise
+            lines += [
+                (_sounds if section.kind == "audio" else _images)(config, name) for name, section in encoders.items()
+            ]
         kind = whole_kind(config.model)
         lines.append(f"exports as {class_name(kind)}" if kind else f"exports as parts: {why_not_whole(config.model)}")
     if planner.partition_summary:
@@ -77,11 +81,18 @@ def few_clips(config: Config, clips: int | None) -> str:
     )
 
 
-def _images(config: Config) -> str:
-    """The sizes of the encoder's images, and whose rule they follow."""
-    geometry, _ = image_rules(config)
-    assert geometry is not None
-    _, processor = image_processor(config)
+def _sounds(config: Config, module: str) -> str:
+    """The windows of an encoder of sound."""
+    rules = sound_rules(config.model, module)
+    tokens = rules.num_tokens(rules.window_rows)
+    seconds = rules.seconds(rules.window_samples)
+    return f"{module}: sound of {rules.rate:,} samples a second, in windows of {seconds:g} s, {tokens:,} tokens each"
+
+
+def _images(config: Config, module: str) -> str:
+    """The sizes of an encoder's images, and whose rule they follow."""
+    geometry, _ = image_rules(config, module)
+    _, processor = image_processor(config) if module == "vision" else ("", "")
     if geometry.max_patches:
         sizes = f"{geometry.max_patches:,} patches"
     elif geometry.layout == "packed":
@@ -90,7 +101,8 @@ def _images(config: Config) -> str:
         sizes = f"{geometry.image_size} x {geometry.image_size} pixels"
     side = geometry.patch_size * geometry.merge
     whose = f"processor of {processor}" if processor else "default processor"
-    return f"images: {sizes} each, {side} x {side} a token, {whose}"
+    what = "images" if module == "vision" else module
+    return f"{what}: {sizes} each, {side} x {side} a token, {whose}"
 
 
 def _model(model: ModelConfig, module: str) -> str:

@@ -75,8 +75,8 @@ def memory_gib(device: torch.device) -> tuple[float, float]:
 
 _LINE_KEYS = (
     "step", "loss", "grad_norm", "lr", "step_time_s", "data_time_s", "plan_time_s", "tokens", "images", "image_tokens",
-    "patches", "clips", "frames", "video_tokens", "skipped_samples", "bubble", "memory_predicted_gib",
-    "memory_measured_gib", "memory_limit_gib", "program_s", "peak_s",
+    "sounds", "sound_s", "sound_tokens", "patches", "clips", "frames", "video_tokens", "skipped_samples", "bubble",
+    "memory_predicted_gib", "memory_measured_gib", "memory_limit_gib", "program_s", "peak_s",
 )  # fmt: skip
 """Fields of `StepMetrics` in a line of metrics.jsonl, under the same names."""
 
@@ -121,6 +121,7 @@ class Reporter:
         tps = m.tokens / m.step_time_s / m.world_size
         items_s = (m.clips or m.images) / m.step_time_s
         item = "clips" if m.clips else "images"
+        sounds = f"sounds/s: {m.sounds / m.step_time_s:.1f} ({m.sound_s:.1f}s of sound)  " if m.sounds else ""
         self._line(
             {key: getattr(m, key) for key in _LINE_KEYS}
             | {"tps": tps, "tflops": m.tflops, "mfu": m.mfu}
@@ -141,7 +142,8 @@ class Reporter:
             f"memory: {m.memory_gib:.2f}GiB({m.memory_percent:.1f}%)  {_memory_text(m)}"
             f"tps: {tps:,.0f}  tflops: {m.tflops:.4f}  "
             + (f"mfu: {100 * m.mfu:.1f}%  " if math.isfinite(m.mfu) else "")
-            + f"{item}/s: {items_s:.1f}  bubble: {100 * m.bubble:.0f}%"
+            + (f"{item}/s: {items_s:.1f}  " if items_s or not sounds else "")
+            + f"{sounds}bubble: {100 * m.bubble:.0f}%"
             + (f"  {m.planner}" if m.planner else "")
             + _sources_text(m.sources)
         )
@@ -257,10 +259,12 @@ def _scalars(m: StepMetrics, tps: float, item_tag: str, items_s: float) -> dict[
         "memory/max_reserved(GiB)": m.memory_gib,
         "memory/max_reserved(%)": m.memory_percent,
         "pipeline/bubble(%)": 100 * m.bubble,
-        "modality/text/tokens": m.tokens - m.image_tokens - m.video_tokens,
+        "modality/text/tokens": m.tokens - m.image_tokens - m.sound_tokens - m.video_tokens,
         f"modality/{kind}/tokens": m.video_tokens if m.clips else m.image_tokens,
         f"modality/{kind}/count": m.clips or m.images,
         **({"modality/video/frames": m.frames} if m.clips else {"modality/image/patches": m.patches}),
+        **({"modality/audio/count": m.sounds, "modality/audio/seconds": m.sound_s} if m.sounds else {}),
+        **({"modality/audio/tokens": m.sound_tokens} if m.sounds else {}),
         "data/skipped_samples": m.skipped_samples,
     }
     optional = {

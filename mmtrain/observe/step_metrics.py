@@ -119,6 +119,11 @@ class StepMetrics:
     """Largest peak of the pipeline ranks of this replica."""
     memory_percent: float
     world_size: int
+    sounds: int = 0
+    sound_s: float = 0.0
+    """Seconds of them, without the silence that fills windows."""
+    sound_tokens: int = 0
+    """The part of `tokens` that are tokens of sound."""
     memory_predicted_gib: float = math.nan
     """Predicted peak of the most loaded rank: its static memory and the plan's peak of activations."""
     memory_measured_gib: float = math.nan

@@ -229,6 +229,7 @@ def _planner_and_data_charts(runs: Sequence[Run]) -> list[Chart]:
                 _Curve(label="text", of=_text_tokens, colour=HUES[1]),
                 _Curve(label="image", of=_some("image_tokens")),
                 _Curve(label="video", of=_some("video_tokens"), colour=HUES[2]),
+                _Curve(label="sound", of=_some("sound_tokens"), colour=HUES[3]),
             ],
             stacked=True,
         ),
@@ -343,9 +344,9 @@ def _without_mfu(key: str) -> Callable[[Run], list[float | None]]:
 
 
 def _text_tokens(run: Run) -> list[float | None]:
-    columns = (run.column(key) for key in ("tokens", "image_tokens", "video_tokens"))
+    columns = (run.column(key) for key in ("tokens", "image_tokens", "video_tokens", "sound_tokens"))
     rows = zip(*columns, strict=True)
-    return [None if tokens is None else tokens - (image or 0) - (video or 0) for tokens, image, video in rows]
+    return [None if tokens is None else tokens - sum(part or 0 for part in parts) for tokens, *parts in rows]
 
 
 def _planned(run: Run) -> list[float | None]:

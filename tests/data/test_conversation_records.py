@@ -11,6 +11,7 @@ import pytest
 
 from mmtrain.config.data import DataConfig, TokenizerConfig
 from mmtrain.data.conversation_records import CONVERSATIONS, FORMS, Record, conversation_form
+from mmtrain.data.media_readers import vision_readers
 from mmtrain.data.pixels import pixel_rules
 from mmtrain.data.processor import Document, Processor
 from mmtrain.data.sources import open_source
@@ -35,7 +36,10 @@ def processor() -> Processor:
     limits = {"min_frames": 4, "max_frames": 8, "min_pixels": geometry.min_pixels, "max_pixels": geometry.max_pixels}
     videos = VideoRules(patches=geometry, fps=2.0, **limits)
     rules = pixel_rules("qwen2_vl")
-    return Processor(tokenizer, TokenizerConfig(), geometry, rules, DataConfig(source="x"), videos)
+    readers = vision_readers(
+        TokenizerConfig(), geometry, rules, DataConfig(source="x"), videos, vocabulary=tokenizer.get_vocab()
+    )
+    return Processor(tokenizer, readers)
 
 
 @pytest.fixture
@@ -109,7 +113,7 @@ def test_each_form_gives_the_same_tokens(folder: Path, processor: Processor, nam
 def test_a_text_about_an_image_is_the_answer_to_the_image(folder: Path, processor: Processor, column: str) -> None:
     record = read_row(folder, {"image": "images/0.png", column: "red"})
     assert text_of(processor, processor.document(record)) == expected(processor, question="")
-    with pytest.raises(DataError, match=f"sample 1 of .*: no image; it has only `{column}`, which is a text about one"):
+    with pytest.raises(DataError, match=f"sample 1 of .*: no image, video or sound; it has only `{column}`, a t"):
         (folder / "train.jsonl").write_text(
             json.dumps({"image": "a.png", column: "red"}) + f'\n{{"{column}": "red"}}\n'
         )
@@ -201,13 +205,14 @@ def test_bad_conversations_are_named(folder: Path, processor: Processor, turns: 
     [
         ("message images",
          r"has the columns message, images, but a conversation needs `messages` or `conversations` or "
-         r"`texts` or `question` with `answer` or `caption` with an image or video or `text` with an image or video; "
+         r"`texts` or `question` with `answer` or `caption` with an image, video or sound or `text` with an image, "
+         r"video or sound; "
          r"did you mean 'message'\? rename it to 'messages'$"),
         ("id image", "has the columns id, image, but .*; rename yours, or write them as `messages`"),
         ("caption", "has the columns caption, but"),
         ("caption frames fps", r".*; these are clips, which a job with \[model.dit\] reads$"),
-        ("image text caption", "has `caption` with an image or video and `text` with an image or video, each of which"),
-        ("image text question answer", "has `question` with `answer` and `text` with an image or video, each of"),
+        ("image text caption", r"has `caption` with an .* and `text` with an image, video or sound, each of which"),
+        ("image text question answer", "has `question` with `answer` and `text` with an image, video or sound, each"),
     ],
 )  # fmt: skip
 def test_columns_of_no_form_are_refused(columns: str, message: str) -> None:

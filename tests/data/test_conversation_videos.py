@@ -18,6 +18,7 @@ from mmtrain.config.data import DataConfig, TokenizerConfig
 from mmtrain.data.conversation_records import CONVERSATIONS, Record
 from mmtrain.data.loader import Loader, _Wire
 from mmtrain.data.media import RawImage, RawVideo
+from mmtrain.data.media_readers import vision_readers
 from mmtrain.data.pixels import pixel_rules
 from mmtrain.data.processor import Processor
 from mmtrain.data.sources import open_source
@@ -42,7 +43,12 @@ def processor(encoder: str = "qwen2_vl_vision", *, token: bool = True, **data: A
     limit = 28 * 28 * 16 if encoder.startswith("qwen") else 0
     geometry = model_geometry(model(encoder), max_pixels=limit)
     videos = video_rules(model(encoder), section)
-    return Processor(tokenizer, TokenizerConfig(), geometry, pixel_rules("qwen2_vl"), section, videos)
+    return reading(tokenizer, geometry, pixel_rules("qwen2_vl"), section, videos)
+
+
+def reading(tokenizer: Any, *options: Any) -> Processor:
+    """The processor of a tokenizer. Args: options: of `vision_readers`."""
+    return Processor(tokenizer, vision_readers(TokenizerConfig(), *options, vocabulary=tokenizer.get_vocab()))
 
 
 # ---------------------------------------------------------------------------------------------- records
@@ -160,7 +166,7 @@ def qwen3(tokenizer: Any) -> Processor:
     geometry = model_geometry(model(THREE), min_pixels=32**2, max_pixels=16 * 32**2)
     section = DataConfig(source="x", **AREA)
     videos = video_rules(model(THREE), section)
-    return Processor(tokenizer, TokenizerConfig(), geometry, pixel_rules("qwen3_vl"), section, videos)
+    return reading(tokenizer, geometry, pixel_rules("qwen3_vl"), section, videos)
 
 
 @pytest.mark.parametrize("marker", ["<video>", "<|video_pad|>"])
@@ -197,10 +203,11 @@ def test_text_and_tokens_of_qwen3_vl_are_those_of_its_processor(folder: Path, qw
 def test_a_token_that_the_tokenizer_overlooks_is_named(folder: Path) -> None:
     ours = processor(token=False)
     ours.tokenizer.add_tokens([AddedToken("<|video_pad|>", special=True, single_word=True)])
-    args = ours.tokenizer, TokenizerConfig(), ours.geometry, pixel_rules("qwen2_vl"), DataConfig(source="x", **SIZES)
+    geometry = model_geometry(model(), max_pixels=28 * 28 * 16)
+    args = ours.tokenizer, geometry, pixel_rules("qwen2_vl"), DataConfig(source="x", **SIZES)
     record = read(folder, ONE | {"messages": said("a<|video_pad|>b")})
     with pytest.raises(DataError, match="the tokenizer finds 0 of the 1 tokens of images and videos in its text; make"):
-        Processor(*args, rules()).document(record)
+        reading(*args, rules()).document(record)
 
 
 def test_blank_videos_are_grey(folder: Path) -> None:
@@ -310,7 +317,7 @@ def test_a_step_packs_videos_and_survives_the_way_from_a_worker(folder: Path) ->
     for one, other in zip(tensors.pixel_values, sent.microbatches[0].pixel_values, strict=True):
         assert torch.equal(one, other)
     del tensors.pixel_values[3], tensors.image_names[3]
-    with pytest.raises(DataError, match="microbatch 0: image 2 of sample 1 is lost"):
+    with pytest.raises(DataError, match="microbatch 0: video 2 of sample 1 is lost"):
         check_batch(batch, meta)
 
 

@@ -268,7 +268,7 @@ def test_a_long_sample_with_images_is_never_cut(tmp_path: Path) -> None:
     row = {"messages": [{"role": "user", "content": "<image>" * 9}, {"role": "assistant", "content": "red"}]}
     source = write_jsonl(tmp_path, 12, {3: {**row, "images": ["1.png"] * 9}})
     config = make_config(source, seq_len=60, shuffle=False, too_long="truncate")
-    with pytest.raises(DataError, match=r"sample 3: .* a sample with images or videos is not cut"):
+    with pytest.raises(DataError, match=r"sample 3: .* a sample with images, videos or sounds is not cut"):
         steps(config, 3)
 
 

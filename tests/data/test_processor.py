@@ -7,6 +7,7 @@ import pytest
 from mmtrain.config.data import DataConfig, TokenizerConfig
 from mmtrain.data.conversation_records import Record
 from mmtrain.data.media import RawImage
+from mmtrain.data.media_readers import vision_readers
 from mmtrain.data.pixels import pixel_rules
 from mmtrain.data.processor import Document, Processor
 from mmtrain.data.tokenizer import load_tokenizer
@@ -40,7 +41,9 @@ def make_processor(template: str | None = None, **options: Any) -> Processor:
     if template:
         tokenizer.chat_template = template
     geometry = image_geometry({"model_type": "qwen2_vl"}, spatial_merge=2)
-    return Processor(tokenizer, TokenizerConfig(), geometry, pixel_rules("qwen2_vl"), DataConfig(source="x", **options))
+    data, vocabulary = DataConfig(source="x", **options), tokenizer.get_vocab()
+    readers = vision_readers(TokenizerConfig(), geometry, pixel_rules("qwen2_vl"), data, vocabulary=vocabulary)
+    return Processor(tokenizer, readers)
 
 
 def record(*turns: Any, images: int = 0, role: str = "user") -> Record:
@@ -121,7 +124,7 @@ def test_content_parts_are_the_same_as_placeholders() -> None:
         (record("only a question"), "a conversation needs an assistant's answer"),
         (record("hello", role="assistant"), "a conversation needs an assistant's answer, after a question"),
         (record(7, "yes"), "content is a int"),
-        (record([{"type": "audio"}], "yes"), "of type 'audio'; supported are"),
+        (record([{"type": "smell"}], "yes"), "of type 'smell'; supported are text, image, video, audio, image_url"),
         (record("?", "yes", role=3), "has the role 3; the roles are system, user, assistant$"),  # type: ignore[arg-type]
         (record("?", "yes", role="human"), "has the role 'human'; the roles are system, user, assistant$"),
         (record("?", "yes", "3", role="tool"), "has the role 'tool'; the roles are system, user, assistant$"),
@@ -178,7 +181,8 @@ def test_templates_that_refuse_or_rewrite_history_are_named() -> None:
 
 
 def test_a_model_without_encoder_takes_text_alone() -> None:
-    processor = Processor(load_tokenizer(TokenizerConfig()), TokenizerConfig(), None, None, DataConfig(source="x"))
+    readers = vision_readers(TokenizerConfig(), None, None, DataConfig(source="x"), vocabulary={})
+    processor = Processor(load_tokenizer(TokenizerConfig()), readers)
     assert processor.document(record("Hi", "yes")).meta.images == ()
     with pytest.raises(DataError, match="1 images, but the model has no encoder"):
         processor.document(record("<image>", "yes", images=1))
@@ -195,7 +199,7 @@ def test_truncation_keeps_the_first_tokens_and_their_labels() -> None:
     assert sum(cut.meta.answers) == cut.meta.num_targets
     with pytest.raises(DataError, match="it has no answer left"):
         processor.truncated(whole, 3)
-    with pytest.raises(DataError, match="a sample with images or videos is not cut"):
+    with pytest.raises(DataError, match="a sample with images, videos or sounds is not cut"):
         processor.truncated(processor.document(record("<image>", "yes", images=1)), 5)
 
 

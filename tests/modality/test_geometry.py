@@ -2,10 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import cornstarch
-from mmtrain.commands.cli import main
 from mmtrain.errors import ConfigError, DataError
-from mmtrain.modality.geometry import check_readable, image_geometry, smart_resize
+from mmtrain.modality.geometry import image_geometry, smart_resize
 
 QWEN = {"model_type": "qwen2_vl_vision", "patch_size": 14}
 
@@ -84,7 +82,11 @@ def test_a_class_token_is_one_token_more() -> None:
 @pytest.mark.parametrize(
     ("encoder", "options", "message"),
     [
-        ({"model_type": "whisper_encoder"}, {}, "reads spectrograms of audio, but the data loader reads only images"),
+        (
+            {"model_type": "whisper_encoder"},
+            {},
+            r"reads sound, and this section images; write it as .model.modules.aud",
+        ),
         ({"model_type": "clap"}, {}, "'clap' has no known image layout; known are qwen2_vl"),
         (
             {"model_type": "vit", "image_size": 60, "patch_size": 16},
@@ -108,14 +110,3 @@ def test_a_class_token_is_one_token_more() -> None:
 def test_refusals(encoder: dict, options: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         image_geometry(encoder, spatial_merge=2, **options)
-
-
-def test_a_job_with_a_further_encoder_is_refused_before_it_starts(tmp_path, capsys):
-    job = cornstarch.job("SSS", tmp_path, pp=1)
-    with pytest.raises(
-        ConfigError, match=r"\[model\.modules\.audio\]: the data loader reads what \[model\.encoder\] reads"
-    ):
-        check_readable(job.model)
-    keys = ["--training.global_batch_size=1", "--parallelism.tensor_parallel_degree=1"]
-    assert main(["train", "--config", str(tmp_path / "SSS.toml"), *keys]) != 0
-    assert "[model.modules.audio]: the data loader" in capsys.readouterr().err
