@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from mmtrain.config.model import ModelConfig
 from mmtrain.config.toml_sections import build
 from mmtrain.config.whole_model import with_parts
+from mmtrain.data.tokenizer import SHIPPED
 from mmtrain.modality.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
 from mmtrain.models.batch import IGNORE_INDEX, Batch, Microbatch
 from mmtrain.models.spectrogram import row_patches
@@ -49,6 +50,20 @@ def tiny_whole(text: Mapping[str, Any] = TEXT, audio: Mapping[str, Any] = AUDIO)
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     return model.train()
+
+
+MARKS = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
+
+
+def save_whole(folder: Path) -> None:
+    """Saves a whole model as one is published: weights, tokenizer, feature extractor."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS)})
+    tiny_whole({**TEXT, "vocab_size": len(tokenizer)}).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    extractor().save_pretrained(folder)
 
 
 def extractor(audio: Mapping[str, Any] = AUDIO) -> Any:

@@ -77,7 +77,7 @@ def export(
     """
     run = open_run(folder, step)
     model = run.job.model
-    sections = (*model.encoders.values(), model.language)
+    sections: list[EncoderConfig | LanguageConfig] = [*model.encoders.values(), model.language]
     if merge_adapters and not any(section.trainable == "lora" for section in sections):
         raise ConfigError(
             f'{folder}: no module was trained with trainable = "lora", so there is nothing to merge; leave '

@@ -19,6 +19,7 @@ from mmtrain.config.model import (
     LoRAConfig,
     ModelConfig,
     ProjectorConfig,
+    placeholder,
     projector_name,
     section_of,
     short_form,
@@ -291,7 +292,7 @@ def _check_data(config: Config) -> None:
         raise ConfigError("data.blank_audio = true has no effect: the model has no encoder of sound; remove it")
     for key in ("image_token", "video_token"):
         for name, section in config.model.modules.items():
-            if (token := section.token or f"<{name}>") == getattr(config.tokenizer, key):
+            if (token := placeholder(name, section)) == getattr(config.tokenizer, key):
                 raise ConfigError(
                     f"{section_of(name)}.token = {shown(token)} is tokenizer.{key}, too; give each its own token"
                 )

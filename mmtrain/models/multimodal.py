@@ -14,9 +14,9 @@ Source: the interface of Cornstarch, arXiv:2503.11367, appendix B (listing B.1).
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from mmtrain.config import config
 from mmtrain.config.config import Config
@@ -25,7 +25,7 @@ from mmtrain.config.sections import ParallelismConfig, PlannerConfig
 from mmtrain.errors import ConfigError
 from mmtrain.launch.whole_files import new_folder
 
-Source = PreTrainedModel | PretrainedConfig
+Source: TypeAlias = PreTrainedModel | PreTrainedConfig
 """A module of transformers, whose weights are where training starts; or its config, for random weights."""
 
 
@@ -140,7 +140,7 @@ class MultimodalModule:
         )
 
 
-def _config(source: Source) -> PretrainedConfig:
+def _config(source: Source) -> PreTrainedConfig:
     return source.config if isinstance(source, PreTrainedModel) else source
 
 
@@ -158,7 +158,7 @@ def _equal(axis: str, specs: Mapping[str, ParallelSpec]) -> int:
     if len(set(degrees.values())) > 1:
         named = ", ".join(f"{name} {axis} = {degree}" for name, degree in degrees.items())
         raise ConfigError(f"ParallelSpec: {named}; modules of one job are divided alike, give all the same {axis}")
-    return degrees["language"]
+    return int(degrees["language"])
 
 
 def _ranks(placement: str, specs: Mapping[str, ParallelSpec]) -> int:

@@ -107,17 +107,27 @@ class VisionShape:
         return 3 if self.packed else 2
 
     @property
-    def fixed_tokens(self) -> int:
-        """Tokens of each image of an encoder of one image size."""
-        assert self.fixed_grid is not None
-        return math.prod(self.fixed_grid) // self.patches_per_token + self.keeps_class_token
+    def any_size(self) -> bool:
+        """Whether it reads images of any size."""
+        return self.packed and not self.one_row
+
+    @property
+    def full_grid(self) -> Grid:
+        """Patches of every image of an encoder of one image size, or of the longest sound."""
+        assert not self.any_size
+        return self.fixed_grid or (1, 1, self.max_rows)
+
+    @property
+    def full_tokens(self) -> int:
+        """Tokens of such an image or sound."""
+        return math.prod(self.full_grid) // self.patches_per_token + self.keeps_class_token
 
     @property
     def patches_per_output(self) -> float:
         """Patches of an image for each of its tokens, one of which may be the class token."""
         if not self.keeps_class_token:
             return self.patches_per_token
-        return 1 - 1 / self.fixed_tokens
+        return 1 - 1 / self.full_tokens
 
     def row_order(self, grids: Sequence[Grid]) -> Indices:
         """[R] int64: the packed patch of each row, see `windows.row_order`. Args: grids: patches of each image."""

@@ -8,37 +8,29 @@ import transformers
 
 from mmtrain.commands.export import export
 from mmtrain.config.config import TokenizerConfig
-from mmtrain.data.tokenizer import SHIPPED
 from mmtrain.models.reference import ReferenceModel
 from mmtrain.spec.builders import model_spec
 from tests.commands.test_export import adapted, close
 from tests.models.test_chunk import assert_equal_gradients
 from tests.sounds import (
     RATE,
-    TEXT,
     extractor,
     make_batch,
     named,
     our_name,
+    save_whole,
     their_gradients,
-    tiny_whole,
     truth,
     wave,
 )
 from tests.stored_runs import save_run
-
-MARKS = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
 
 
 @pytest.fixture
 def whole(tmp_path):
     """The folder of a whole model as one is published: weights, tokenizer, feature extractor, settings."""
     folder = tmp_path / "whole"
-    tokenizer = transformers.AutoTokenizer.from_pretrained(SHIPPED)
-    tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS)})
-    tiny_whole({**TEXT, "vocab_size": len(tokenizer)}).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    extractor().save_pretrained(folder)
+    save_whole(folder)
     (folder / "generation_config.json").write_text('{"top_k": 7}')
     return folder
 

@@ -57,8 +57,8 @@ def sets(replicas: Sequence[Sequence[Step]]) -> list[list[int]]:
 
 
 POLICIES = [
-    {"policy": "balanced"},
-    {"policy": "balanced", "samples_per_step": 24},
+    {"policy": "balanced", "evaluations": 4},
+    {"policy": "balanced", "evaluations": 0, "samples_per_step": 24},
     {"policy": "entrain", "defer": True, "samples_per_step": 24},
     {"policy": "entrain", "fewer_microbatches": True, "samples_per_step": 24},
     {"policy": "disttrain", "samples_per_step": 24},

@@ -57,6 +57,7 @@ def test_metrics_have_the_parts_and_they_add_up(tmp_path, capsys):
     first, second = lines(tmp_path)
     assert (first["makespan_s"], first["planned_makespan_s"], first["makespan_ratio"]) == pytest.approx((23, 11.5, 2))
     assert (first["mfu_vision"], first["mfu_language"]) == (0.25, 0.5)
+    assert (first["compute_s_vision"], first["compute_s_language"]) == (6.0, 24.0)
     assert first["bubble_other"] == pytest.approx((50 - 30 - 16) / 50)
     assert first["bubble_vision"] + first["bubble_language"] + first["bubble_other"] == pytest.approx(first["bubble"])
     assert second["makespan_s"] is None and "bubble_other" not in second

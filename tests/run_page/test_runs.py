@@ -78,7 +78,8 @@ def test_an_older_run_lacks_some_charts_and_no_more(tmp_path):
 
 
 def test_charts_have_the_numbers_of_the_file(tmp_path):
-    more = {"mfu_vision": 0.2, "mfu_dit": None, "bubble_vision": 0.3, "bubble_dit": 0.1, "bubble_other": 0.1,
+    more = {"compute_s_vision": 1.5, "compute_s_dit": 0.5, "mfu_vision": 0.2, "mfu_dit": None,
+            "bubble_vision": 0.3, "bubble_dit": 0.1, "bubble_other": 0.1,
             "makespan_s": 2.0, "planned_makespan_s": 1.0, "plan_makespan_s": 1.0, "plan_first_makespan_s": 1.25,
             "plan_lower_bound_s": 0.8, "plan_gap": 0.25, "plan_late": 2, "plan_failed": 0, "plan_invalid": 1,
             "memory_predicted_gib": 1.0, "memory_measured_gib": None}  # fmt: skip
@@ -98,6 +99,7 @@ def test_charts_have_the_numbers_of_the_file(tmp_path):
         "dit": [10.0] * 2,
         "other": [10.0] * 2,
     }
+    assert chart(found, "Compute by module") == {"vision": [1.5] * 2, "dit": [0.5] * 2}
     assert chart(found, "Makespan") == {"measured": [2.0] * 2, "planned": [1.0] * 2, "lower bound": [0.8] * 2}
     planner = chart(found, "Planner")
     assert planner["gap to the bound"] == [25.0] * 2

@@ -258,7 +258,7 @@ def describer(
         compute=compute,
         adapted=adapted_linears(model, module),
         rank=model.lora.rank,
-        projection=projection_of(model),
+        projection=projection_of(model, module if module in model.encoders else next(iter(model.encoders), "")),
     )
 
 

@@ -70,8 +70,8 @@ class Question:
 
     @property
     def counted(self) -> str:
-        """The units of a microbatch: clips or images."""
-        return "clips" if self.config.model.reads_clips else "images"
+        """The units of a microbatch: clips or images, or items of several encoders."""
+        return "clips" if self.config.model.reads_clips else "items" if self.config.model.modules else "images"
 
     @property
     def simulated_replicas(self) -> int:
@@ -133,7 +133,7 @@ class Report:
     machine: Machine
     answers: tuple[Answer, ...]
     images: tuple[float, ...]
-    """[iteration] -> mean number of images (of clips in a text-to-video job) in a microbatch."""
+    """[iteration] -> mean number of images (or clips, or items of several encoders) in a microbatch."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -269,6 +269,8 @@ def _notes(question: Question, machine: Machine) -> list[str]:
             f'planner.memory_limit = "{config.planner.memory_limit}" is left out: it is a part of a device, which '
             "--cluster names"
         )
+    if config.model.modules:
+        notes.append(f"where the workload has an image, each encoder has an item: {', '.join(config.model.encoders)}")
     if config.model.reads_clips and not config.model.encodes_clips:
         notes.append("latents count as given: no VAE runs here")
     if config.planner.enable and PLANNED not in question.schedules:

@@ -88,7 +88,8 @@ class LayerDescriber:
     rank: int = 0
     """Rank of the adapters."""
     projection: Projection | None = None
-    """The projector of the encoder's features into the language model; None: there is no encoder."""
+    """The projector of the encoder's features into the language model, of a language model that of the first encoder;
+    None: there is no encoder."""
 
     def graph(self, layer: LayerSpec, *, input_grad: bool) -> Graph:
         """Forward and backward of one layer. Args: input_grad: whether a gradient has to leave it backwards."""

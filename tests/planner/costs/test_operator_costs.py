@@ -1,5 +1,6 @@
 """Costs from operator graphs: against published layer times, and what they depend on."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from mmtrain.planner.costs.operator_costs import OperatorCosts
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.operators.cluster import Cluster
 from mmtrain.planner.operators.execution import simulate
-from mmtrain.planner.operators.graph import OpKind
+from mmtrain.planner.operators.graph import OpKind, Phase
 from mmtrain.planner.operators.latency import Latencies
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.overheads import NO_OVERHEADS
@@ -22,6 +23,7 @@ from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.recomputation import Recomputation
 from mmtrain.spec.spec import ModuleSpec, WorkSize, clips_work, documents_work, frames_work, images_work
+from tests.reference import model_config
 
 ROOT = Path(__file__).resolve().parents[3]
 TOKENS = documents_work([8192], 8192)
@@ -58,6 +60,20 @@ def test_the_slower_link_and_the_larger_degree_show() -> None:
     assert at("h100", 8) < at("h800", 8)  # NVLink alone differs
     assert at("h800", 1) == at("h100", 1)
     assert at("h800", 8) > at("h800", 1) / 8
+
+
+def test_each_encoder_has_the_products_of_its_own_projector() -> None:
+    made = job("vlm_m", "parallelism.tensor_parallel_degree=1")
+    others = model_config(others={"audio": "whisper_encoder", "maps": "siglip2_vision_model"}).modules
+    for encoder in (made.model.encoder, None):
+        model = replace(made.model, encoder=encoder, modules=others)
+        spec = model_spec(model, dtype_bytes=2)
+        found, size = OperatorCosts.of(replace(made, model=model), spec), WorkSize(rows=48, pairs=700, outputs=12)
+        for name in model.encoders:
+            module = spec.module(name)
+            graph = found.graph(module, len(module.layers) - 1, input_grad=True)
+            flops = sum(op.flops(size) for op in graph.operators if op.phase is Phase.FORWARD)
+            assert flops == pytest.approx(module.layers[-1].flops(size).forward), name
 
 
 def test_an_iteration_is_planned_with_them() -> None:

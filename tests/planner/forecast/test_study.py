@@ -12,6 +12,7 @@ from mmtrain.commands.cli import main
 from mmtrain.config import config
 from mmtrain.errors import ConfigError
 from mmtrain.planner.forecast.study import Answer, Question, simulate_job, table, to_json, with_schedule
+from tests.jobs import write_sound_config
 
 ROOT = Path(__file__).resolve().parents[3]
 DEBUG = ["simulate", "--config", "debug_vlm.toml", "--image-side", "112", "--iterations", "2"]
@@ -32,6 +33,18 @@ def test_a_table_has_a_line_a_schedule(capsys):
     names = [line.split()[0] for line in lines[5:8]]
     assert names == ["1F1B", "interleave", "ZB-H1"]
     assert all("%" in line and "(pp_rank" in line for line in lines[5:8])
+
+
+def test_several_encoders_are_simulated(tmp_path, capsys):
+    path = write_sound_config(tmp_path, tmp_path)
+    words = ["simulate", "--config", str(path), "--image-side", "112", "--iterations", "2", "--cluster", "a40x2"]
+    words += ["--parallelism.pipeline_parallel_degree=2", "--schedule", "1F1B,planned", "--evaluations", "5"]
+    traced = tmp_path / "trace.json"
+    assert main([*words, "--trace", str(traced)]) == 0
+    out = capsys.readouterr().out
+    assert " items a microbatch" in out and "each encoder has an item: vision, audio" in out
+    spans = [event for event in json.loads(traced.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert {event["cat"].partition(",")[0] for event in spans} == {"vision", "audio", "language"}
 
 
 def test_a_second_table_says_where_the_time_goes(capsys):

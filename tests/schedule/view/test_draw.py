@@ -27,6 +27,12 @@ def test_text_shows_modules_directions_and_idle_time() -> None:
     ]
 
 
+def test_modules_of_one_first_letter_are_told_apart() -> None:
+    named = replace(TIMELINE, stage_modules=("layout", "layout", "language", "language"))
+    assert text(named).split("\n")[-1].startswith("l = layout, a = language; ")
+    assert "|l0" in text(named) and "A1=" in text(named)
+
+
 def test_long_timelines_take_several_bands() -> None:
     problem = chain(1, 12, cost=option(1.0, 1.0))
     order = " ".join(f"0F{m}.0 0B{m}.0" for m in range(12))
