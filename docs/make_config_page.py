@@ -42,9 +42,11 @@ Rules between sections:
 - `encoder_context_parallel = "patches"` and `encoder_tensor_parallel = "data"` need a degree above 1 on their axis.
 - `tensor_parallel_rows = "whole"` needs `tensor_parallel_degree` above 1.
 - Keys of `[data]` for clips (`fps`, `max_seconds`, `max_total_seconds`, `max_clips`, `video_area`, `video_aspects`,
-  `video_frames`) need `[model.dit]`; those for images (`image_processor`, `min_pixels`, `max_pixels`, `blank_images`)
-  and videos of conversations (`video_fps`, `video_min_frames`, `video_max_frames`, `video_min_pixels`,
-  `video_max_pixels`) exclude it.
+  `video_frames`) need `[model.dit]`; those for images (`image_processor`, `min_pixels`, `max_pixels`, `blank_images`),
+  sounds (`blank_audio`) and videos of conversations (`video_fps`, `video_min_frames`, `video_max_frames`,
+  `video_min_pixels`, `video_max_pixels`) exclude it.
+- `data.blank_audio` needs an encoder of sound; tokens of encoders differ from each other, and from
+  `tokenizer.image_token` and `tokenizer.video_token`.
 - `data.source` and `data.sources` exclude each other; names of sources are unique.
 - `data.max_seconds` is at most `data.max_total_seconds`.
 - `[model.lora]` needs a module with `trainable = "lora"`.
@@ -55,6 +57,8 @@ Rules between sections:
 - `[model.dit]` goes without `[model.encoder]` and `[model.projector]`; its `text_dim` is the language model's width.
 - `[model.dit]` needs `context_parallel_degree = 1`.
 - `[model.vae]` needs `[model.dit]`, whose `in_channels` are the channels of its latents.
+- `planner.eager_forwards` above 0 needs an encoder, and one of the schedules `1F1B`, `Interleaved1F1B`, `ZB-H1`, `ZB-H2`
+  and `InterleavedZeroBubble`.
 - `planner.activation_memory_gib` needs the schedule `interleave` or `ZB-AutoSchedule`; so does `planner.memory_limit`,
   unless `planner.enable` and `planner.memory` are on. Only one of the two limits may be set.
 """

@@ -16,6 +16,7 @@ from mmtrain.modality.metadata import ClipMeta, DocumentMeta, ImageMeta, Iterati
 from mmtrain.models.batch import IGNORE_INDEX, Batch, ClipMicrobatch, Microbatch
 from mmtrain.models.diffusion import ClipNoise
 from mmtrain.models.reference import ReferenceModel
+from mmtrain.models.spectrogram import row_patches
 from mmtrain.spec.model_configs import encoder_config
 from mmtrain.spec.shapes import dit_shape
 from mmtrain.spec.spec import ModelSpec
@@ -57,6 +58,10 @@ ENCODERS = {
         "model_type": "whisper_encoder", "d_model": 32, "encoder_ffn_dim": 64, "encoder_layers": 6,
         "encoder_attention_heads": 4, "num_mel_bins": 10, "max_source_positions": 12,
     },
+    "qwen2_audio_encoder": {
+        "model_type": "qwen2_audio_encoder", "d_model": 32, "encoder_ffn_dim": 64, "encoder_layers": 6,
+        "encoder_attention_heads": 4, "num_mel_bins": 10, "max_source_positions": 12,
+    },
 }  # fmt: skip
 LANGUAGES = {
     name: {
@@ -88,10 +93,14 @@ def model_config(
         modules={
             name: EncoderConfig(
                 config=ENCODERS[kind],
-                kind="audio" if kind == "whisper_encoder" else "images",
+                kind="audio" if "num_mel_bins" in ENCODERS[kind] else "images",
                 trainable=name not in frozen,
                 num_segments=segments[0],
-                projector=ProjectorConfig(kind="mlp", spatial_merge=2),
+                projector=ProjectorConfig(
+                    kind="linear" if kind == "qwen2_audio_encoder" else "mlp",
+                    spatial_merge=1 if kind == "qwen2_audio_encoder" else 2,
+                    trainable=f"{name}_projector" not in frozen,
+                ),
             )
             for name, kind in others.items()
         },
@@ -144,7 +153,7 @@ def make_clips(model: ModelConfig, counts: list[int], seed: int) -> tuple[Batch,
 def make_batch(model: ModelConfig, images: list[list[int | str]], seed: int) -> tuple[Batch, IterationMeta]:
     """A batch of random documents. Args: images: [microbatch] -> images in each of its documents: a number, or a letter
     for each, i for an image and v for a video of up to four patches in time; a or m for one of the encoder `audio` or
-    `maps`.
+    `maps`; with < before them, they are encoded with the microbatch before.
 
     For a text-to-video model, clips: as many as documents.
     """
@@ -160,6 +169,8 @@ def make_batch(model: ModelConfig, images: list[list[int | str]], seed: int) -> 
         for count in counts:
             sample += 1
             metas_of_images = []
+            deferred = str(count).startswith("<")
+            count = count[1:] if deferred else count
             length = rng.randint(5, 12)
             where = length - 3  # images stand before the last three tokens
             for index, kind in enumerate("i" * count if isinstance(count, int) else count):
@@ -188,6 +199,7 @@ def make_batch(model: ModelConfig, images: list[list[int | str]], seed: int) -> 
                     images=tuple(metas_of_images),
                     answers=(2,),
                     prefix=length - 2,
+                    deferred=deferred,
                 )
             )
             start += length
@@ -239,6 +251,11 @@ def _of_module(
 ) -> tuple[ImageMeta, Tensor]:
     shape = vision_shape(model, module)
     merge = shape.merge
+    if shape.one_row and shape.packed:
+        rows = rng.randint(2, 12)
+        values = row_patches(torch.randn(shape.mel_bins, 2 * shape.max_rows, generator=generator), rows)
+        image = ImageMeta(sample=sample, index=index, grid=(1, 1, rows), num_tokens=rows // 2, start=start)
+        return image, values
     if shape.one_row:
         values = torch.randn(1, 10, 24, generator=generator)
         return ImageMeta(sample=sample, index=index, grid=(1, 1, 12), num_tokens=12 // merge, start=start), values

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mmtrain import __version__
-from mmtrain.commands import check, generate, plan, profile, report, sample, schedule, simulate
+from mmtrain.commands import allocate, check, generate, plan, profile, report, sample, schedule, simulate
 from mmtrain.commands.local_ranks import RankDiedError, Stopped, train_on_ranks
 from mmtrain.config import config
 from mmtrain.errors import MMTrainError
@@ -56,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check.add(commands)
     profile.add(commands)
     simulate.add(commands)
+    allocate.add(commands)
     report.add(commands)
     words = list(sys.argv[1:] if argv is None else argv)
     overrides = [word for word in words if _OVERRIDE.match(word)]  # argparse takes one with a space for a position

@@ -231,6 +231,7 @@ def _readme(run: StoredRun, out: Path, final: Path) -> str:
             made_by = {
                 "mlp": "`mmtrain.models.projector.Projector`",
                 "llava": "`multi_modal_projector` of transformers' LLaVA",
+                "linear": "`multi_modal_projector` of transformers' Qwen2-Audio",
             }
             lines.append(
                 f"- `{projector_name(name)}/`: from these features to tokens of the language model, "
@@ -268,8 +269,8 @@ def _whole_readme(run: StoredRun, out: Path, final: Path, kind: str) -> str:
             "`peft.PeftModel.from_pretrained(model, 'adapter')`."
         )
     again = ["[model]", f'pretrained = "{final}"']
-    if run.job.model.projector.kind != "native":
-        again += ["[model.projector]", f'kind = "{run.job.model.projector.kind}"']
+    if run.job.model.projector.kind == "llava":
+        again += ["[model.projector]", 'kind = "llava"']
     return _ended(lines, again, out, final)
 
 

@@ -3,8 +3,8 @@
 OUT/config.json, model*.safetensors     what the whole class's `from_pretrained` reads, and `[model] pretrained` here;
                                         names of weights are those that they were loaded with
 OUT/tokenizer*, chat_template.jinja     the tokenizer with its template
-OUT/preprocessor_config.json, ...       the image processor, with the sizes and colours that the job used; generation
-                                        settings as they came with the model
+OUT/preprocessor_config.json, ...       the image processor, with the sizes and colours that the job used, or the
+                                        feature extractor of sound; generation settings as they came with the model
 OUT/adapter                             low-rank adapters, for `peft`; absent where they were merged into the weights
 """
 
@@ -23,7 +23,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from mmtrain.checkpoint.run_folder import StoredRun, load_module
 from mmtrain.commands.adapter_folders import AdapterFolder, plain
 from mmtrain.config.config import Config
-from mmtrain.config.model import EncoderConfig, LanguageConfig
+from mmtrain.config.model import EncoderConfig, LanguageConfig, placeholder, projector_section, section_of
 from mmtrain.data.media_readers import image_rules
 from mmtrain.data.pixels import PixelRules
 from mmtrain.data.processor import stop_token
@@ -37,12 +37,16 @@ from mmtrain.models.fused_qkv import from_head_major, is_fused
 from mmtrain.models.pretrained import stored_spelling
 from mmtrain.models.trainable import target_pattern
 from mmtrain.models.unused import unused_weights
-from mmtrain.models.whole import in_class, on_disk, whole_config, whole_model
+from mmtrain.models.whole import in_class, on_disk, only_encoder, whole_config, whole_model
+from mmtrain.spec.composites import whole_section
 from mmtrain.spec.hub_files import PROCESSOR_FILES, find_file, processor_config, read_json
 from mmtrain.spec.linears import adapted_linears
 from mmtrain.spec.modules import whole_kind
 from mmtrain.spec.shapes import language_shape
-from mmtrain.spec.vision_shapes import vision_shape
+from mmtrain.spec.vision_shapes import VisionShape, vision_shape
+
+SAMPLES_PER_S, FRAME_SAMPLES = 16000, 160
+"""Of Whisper's feature extractor: samples in a second, and from one frame to the next."""
 
 _COPIED = (
     "generation_config.json",
@@ -69,14 +73,15 @@ def gather(run: StoredRun, *, adapters: Path | None = None) -> Whole:
     Args: adapters: folder for low-rank adapters; None: they are merged into the weights.
     """
     model = run.job.model
-    kind, weights = whole_kind(model), dict[str, Tensor]()
-    for module in ("vision", "language"):
+    kind, encoder, weights = whole_kind(model), only_encoder(model), dict[str, Tensor]()
+    for module in (encoder, "language"):
         chunk = load_module(run, module)
         heads = chunk.shape.num_heads if isinstance(chunk, VisionChunk) else 0
         fused = chunk.adapter.fused_qkv if isinstance(chunk, VisionChunk) else ()
         for name, tensor in chunk.state_dict().items():
             weights[name] = from_head_major(tensor, heads) if is_fused(name, fused) else tensor
-    weights = {f"vision.{name}": tensor for name, tensor in unused_weights(model, run.job.debug.seed).items()} | weights
+    unused = unused_weights(model, run.job.debug.seed, encoder)
+    weights = {f"{encoder}.{name}": tensor for name, tensor in unused.items()} | weights
     folder = None
     if adapters is not None:
         base = model.pretrained or None
@@ -93,15 +98,15 @@ def assembled(run: StoredRun) -> PreTrainedModel:
 
 def export_whole(run: StoredRun, out: Path, *, merge_adapters: bool, max_shard_size: str) -> None:
     """Writes the folder of the whole model into `out`, which exists."""
-    job, model = run.job, run.job.model
-    assert model.encoder is not None
+    job, model, name = run.job, run.job.model, only_encoder(run.job.model)
     whole = gather(run, adapters=None if merge_adapters else out / "adapter")
     tokenizer = load_tokenizer(job.tokenizer)
     sections: dict[str, EncoderConfig | LanguageConfig]
-    sections = {"model.encoder": model.encoder, "model.language": model.language}
+    sections = {section_of(name): model.encoders[name], "model.language": model.language}
     sources = {where: section.pretrained for where, section in sections.items() if section.weights == "pretrained"}
-    sources["model.projector"] = model.projector.pretrained
-    spellings = {where: found for where, name in sources.items() if name and (found := stored_spelling(where, name))}
+    sources[projector_section(name)] = model.projector_of(name).pretrained
+    stored = {where: stored_spelling(where, source) for where, source in sources.items() if source}
+    spellings = {whole_section(where): spelling for where, spelling in stored.items() if spelling}
     tied = language_shape(model).tied
     tensors = {
         on_disk(whole.kind, name, spellings): tensor.contiguous()
@@ -110,7 +115,7 @@ def export_whole(run: StoredRun, out: Path, *, merge_adapters: bool, max_shard_s
     }
     save_torch_state_dict(tensors, out, max_shard_size=max_shard_size, metadata={"format": "pt"})
     whole_config(model, _tokens(job, tokenizer)).save_pretrained(out)
-    source = next((sources[where] for where in sections if where in spellings), "")
+    source = next((sources[where] for where in sections if stored.get(where)), "")
     _write_processor(out, job, source, stop_token(tokenizer))
     if job.tokenizer.video_token in tokenizer.get_vocab():
         _write_video_processor(out, job)
@@ -119,15 +124,15 @@ def export_whole(run: StoredRun, out: Path, *, merge_adapters: bool, max_shard_s
 
 def _pattern(kind: str, job: Config) -> str:
     """The regular expression of the names of all adapted layers in the class of the whole model."""
-    model, patterns = job.model, []
-    shape, language = vision_shape(model), language_shape(model)
+    model, encoder, patterns = job.model, only_encoder(job.model), []
+    shape, language = vision_shape(model, encoder), language_shape(model)
     containers = {
-        "vision": VISION_ADAPTERS[shape.model_type].blocks,
+        encoder: VISION_ADAPTERS[shape.model_type].blocks,
         "language": DECODERS[language.model_type].blocks,
     }
     for module, blocks in containers.items():
         if model.sections[module].trainable == "lora":  # type: ignore[union-attr]
-            unused = module == "vision" and bool(unused_weights(model, job.debug.seed))
+            unused = module == encoder and bool(unused_weights(model, job.debug.seed, encoder))
             container = in_class(kind, f"{module}.{blocks}")
             patterns.append(target_pattern(adapted_linears(model, module), container, shape.depth if unused else 0))
     return "|".join(f"({pattern})" for pattern in patterns)
@@ -135,13 +140,14 @@ def _pattern(kind: str, job: Config) -> str:
 
 def _tokens(job: Config, tokenizer: Any) -> dict[str, int]:
     """Keys of a whole model's config -> ids, of the tokens that the vocabulary has."""
-    image, vocabulary = job.tokenizer.image_token, tokenizer.get_vocab()
+    image, vocabulary, encoder = job.tokenizer.image_token, tokenizer.get_vocab(), only_encoder(job.model)
     names = {
         "image_token_id": image,
         "image_token_index": image,
         "video_token_id": job.tokenizer.video_token,
         "vision_start_token_id": "<|vision_start|>",
         "vision_end_token_id": "<|vision_end|>",
+        "audio_token_index": placeholder(encoder, job.model.encoders[encoder]),
     }
     return {key: vocabulary[token] for key, token in names.items() if token in vocabulary}
 
@@ -154,7 +160,10 @@ def _write_processor(out: Path, job: Config, source: str, stop: int) -> None:
             shutil.copyfile(path, out / name)
     if not (out / "generation_config.json").exists():
         GenerationConfig(eos_token_id=stop, pad_token_id=stop).save_pretrained(out)
-    if not _prepares_as_trained(out, job):
+    if vision_shape(job.model, name := only_encoder(job.model)).one_row:
+        if not (out / PROCESSOR_FILES["image"]).exists() and not (out / "processor_config.json").exists():
+            _write_config(out, "image", _feature_extractor(vision_shape(job.model, name)))
+    elif not _prepares_as_trained(out, job):
         geometry, rules = image_rules(job)
         assert geometry is not None and rules is not None
         _write_config(out, "image", _preprocessor(geometry, rules))
@@ -224,6 +233,19 @@ def _preprocessor(geometry: ImageGeometry, rules: PixelRules) -> dict[str, Any]:
         sizes = {"size": {"shortest_edge": edge}, "crop_size": {"height": side, "width": side}}
         return {"image_processor_type": "CLIPImageProcessor", **sizes, **colours}
     return {"image_processor_type": "SiglipImageProcessor", "size": {"height": side, "width": side}, **colours}
+
+
+def _feature_extractor(shape: VisionShape) -> dict[str, Any]:
+    """The config of the Hugging Face feature extractor of an encoder of Whisper's shape."""
+    seconds = shape.max_rows * 2 * FRAME_SAMPLES / SAMPLES_PER_S
+    return {
+        "feature_extractor_type": "WhisperFeatureExtractor",
+        "feature_size": shape.mel_bins,
+        "sampling_rate": SAMPLES_PER_S,
+        "hop_length": FRAME_SAMPLES,
+        "chunk_length": int(seconds) if seconds.is_integer() else seconds,
+        "return_attention_mask": True,
+    }
 
 
 def _colours(rules: PixelRules) -> dict[str, Any]:

@@ -25,6 +25,14 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "--hardware", metavar="NAME", help="hardware profile to compare with (default: planner.hardware, or cpu on one)"
     )
     parser.add_argument("--hardware-out", type=Path, metavar="FILE", help="write it with fitted efficiencies, as TOML")
+    parser.add_argument(
+        "--samples",
+        type=int,
+        metavar="N",
+        help="instead: write the seconds of each module for N samples of the job's data, by its cost model, from "
+        "headers and token counts alone (--out, default samples.json in job.dump_folder)",
+    )
+    parser.add_argument("--workload", metavar="NAME", help="with --samples: of a drawn workload in place of the data")
     parser.set_defaults(run=_profile, takes_overrides=True, overrides=[])
 
 
@@ -35,16 +43,21 @@ def _profile(args: argparse.Namespace) -> int:
     from mmtrain.planner.iteration import IterationPlanner
     from mmtrain.planner.operators.hardware import load_hardware
 
-    for name, value in (("--rounds", args.rounds), ("--steps", args.steps)):
-        if value < 1:
+    for name, value in (("--rounds", args.rounds), ("--steps", args.steps), ("--samples", args.samples)):
+        if value is not None and value < 1:
             raise ConfigError(f"profile: {name} {value}; it is at least 1")
+    if args.workload is not None and args.samples is None:
+        raise ConfigError(f"profile: --workload {args.workload} has no effect without --samples N; add it")
     job = config.load(args.config, args.overrides)
-    out: Path = args.out or Path(job.job.dump_folder) / "profile.json"
+    what = "profile.json" if args.samples is None else "samples.json"
+    out: Path = args.out or Path(job.job.dump_folder) / what
     if not out.name.endswith((".json", ".json.gz")):
         raise ConfigError(f"profile: --out {out}: the name must end in .json or .json.gz")
     for path in (args.out, args.hardware_out):
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"profile: {path}: the folder {path.parent} does not exist; make it")
+    if args.samples is not None:
+        return _samples(job, args.samples, args.workload, out)
     hardware = args.hardware or job.planner.hardware
     job = replace(job, planner=replace(job.planner, hardware="", profile=""))
     spec = IterationPlanner.of(job).spec  # raises if a model cannot be built, cut or divided
@@ -69,4 +82,20 @@ def _profile(args: argparse.Namespace) -> int:
             raise ConfigError("profile: --hardware-out needs --hardware NAME, the profile that it starts from")
         args.hardware_out.write_text(calibration.to_toml())
         print(f'{args.hardware_out}: written; set planner.hardware = "{args.hardware_out}" to simulate with it')
+    return 0
+
+
+def _samples(job: config.Config, most: int, workload: str | None, out: Path) -> int:
+    from mmtrain.commands.sample_files import drawn_costs, read_costs
+
+    costs = read_costs(job, most) if workload is None else drawn_costs(job, most, workload)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    costs.write(out)
+    totals: dict[str, int] = {}
+    for sample in costs.samples:
+        for name, passes in sample.ns.items():
+            totals[name] = totals.get(name, 0) + passes.total
+    shares = ", ".join(f"{name} {100 * total / sum(totals.values()):.1f} %" for name, total in totals.items())
+    which = "all" if costs.is_whole else "the first"
+    print(f"{out}: {which} {len(costs.samples)} samples of {costs.job['source']}; of their seconds: {shares}")
     return 0

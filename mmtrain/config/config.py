@@ -18,6 +18,7 @@ from mmtrain.config.model import (
     LoRAConfig,
     ModelConfig,
     ProjectorConfig,
+    placeholder,
     projector_name,
     section_of,
     short_form,
@@ -40,7 +41,7 @@ from mmtrain.config.toml_sections import apply_override, build, dump_table, read
 from mmtrain.config.topology import MeshShape
 from mmtrain.config.whole_model import with_parts
 from mmtrain.errors import ConfigError
-from mmtrain.schedule.library.names import MEMORY_BOUNDED_SCHEDULES, file_of
+from mmtrain.schedule.library.names import EAGER_SCHEDULES, MEMORY_BOUNDED_SCHEDULES, file_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +146,7 @@ def check(config: Config) -> None:
     _check_dit(config)
     _check_partition(config)
     _check_placement(config)
+    _check_eager(config)
     if config.planner.braid:
         _check_braid(parallelism)
     if config.planner.enable and config.planner.patience_s >= config.comm.timeout_seconds:
@@ -156,6 +158,20 @@ def check(config: Config) -> None:
     if file_of(config.parallelism.pipeline_parallel_schedule) is None:  # a file is not read yet
         check_memory_limit(
             config, keeps_limits=config.parallelism.pipeline_parallel_schedule in MEMORY_BOUNDED_SCHEDULES
+        )
+
+
+def _check_eager(config: Config) -> None:
+    """Refuses forwards ahead of a schedule's rule where there is no such rule or no encoder."""
+    count, schedule = config.planner.eager_forwards, config.parallelism.pipeline_parallel_schedule
+    if count and schedule not in EAGER_SCHEDULES:
+        raise ConfigError(
+            f'planner.eager_forwards = {count} with parallelism.pipeline_parallel_schedule = "{schedule}", which has '
+            f"no number of forwards in flight to raise; set 0, or choose one of {', '.join(EAGER_SCHEDULES)}"
+        )
+    if count and len(config.model.cut_modules) == 1:
+        raise ConfigError(
+            f"planner.eager_forwards = {count}, but the model has one module, so no encoder can work ahead; set 0"
         )
 
 
@@ -240,7 +256,7 @@ def _check_data(config: Config) -> None:
         raise ConfigError("data.blank_audio = true has no effect: the model has no encoder of sound; remove it")
     for key in ("image_token", "video_token"):
         for name, section in config.model.modules.items():
-            if (token := section.token or f"<{name}>") == getattr(config.tokenizer, key):
+            if (token := placeholder(name, section)) == getattr(config.tokenizer, key):
                 raise ConfigError(
                     f"{section_of(name)}.token = {shown(token)} is tokenizer.{key}, too; give each its own token"
                 )

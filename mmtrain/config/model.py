@@ -15,34 +15,37 @@ FeatureSelect = Literal["auto", "default", "full"]
 MOST_SEGMENTS = 1024
 """Of one module."""
 
+_WITHOUT_MERGE = ("llava", "linear")
+"""Kinds of projectors that make a token of each feature."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectorConfig:
     """[model.projector]: from encoder features to the language model's width."""
 
-    kind: Literal["mlp", "native", "llava"] = "mlp"
+    kind: Literal["mlp", "native", "llava", "linear"] = "mlp"
     """mlp: norm, merge of spatial_merge x spatial_merge neighbours, two linear layers. native: the encoder's own
-    merger. llava: LLaVA's two linear layers, without norm or merge."""
+    merger. llava: LLaVA's two linear layers, without norm or merge. linear: Qwen2-Audio's one linear layer."""
     spatial_merge: int = 0
     """Neighbouring features along each side that become one token; native requires the encoder's value. 0: 2, and 1
-    with llava, which merges none."""
+    with llava and linear, which merge none."""
     hidden_size: int = 0
     """Width between the two linear layers of `mlp`; 0: the merged width. That of `llava` is the language model's."""
     hidden_act: str = ""
     """Activation function between the two linear layers of `llava`; empty: that of `pretrained`, otherwise gelu."""
     pretrained: str = ""
-    """Hugging Face id or local folder of an exported projector of this kind; for `llava` also of a whole LLaVA model.
-    Empty: random weights."""
+    """Hugging Face id or local folder of an exported projector of this kind; for `llava` also of a whole LLaVA model,
+    for `linear` of a Qwen2-Audio model. Empty: random weights."""
     trainable: Literal[True, False] = True
     """Whether the projector's parameters train."""
 
     def __post_init__(self) -> None:
         at_most("model.projector", self, spatial_merge=1024)
         at_least("model.projector", self, spatial_merge=0, hidden_size=0)
-        if self.kind == "llava" and self.spatial_merge > 1:
+        if self.kind in _WITHOUT_MERGE and self.spatial_merge > 1:
             raise ConfigError(
-                f'model.projector.spatial_merge = {self.spatial_merge}, but kind = "llava" merges no features; remove '
-                'it, or use kind = "mlp"'
+                f'model.projector.spatial_merge = {self.spatial_merge}, but kind = "{self.kind}" merges no features; '
+                'remove it, or use kind = "mlp"'
             )
         for key, kind in (("hidden_size", "mlp"), ("hidden_act", "llava")):
             if getattr(self, key) and self.kind != kind:
@@ -59,7 +62,7 @@ class ProjectorConfig:
     @property
     def merge(self) -> int:
         """Neighbouring features along each side that become one token."""
-        return self.spatial_merge or (1 if self.kind == "llava" else 2)
+        return self.spatial_merge or (1 if self.kind in _WITHOUT_MERGE else 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +251,7 @@ class ModelConfig:
                     f"another kind ({', '.join(MODULES)}) and without _projector or _adapter at its end; call it by "
                     "what it reads, as in [model.modules.audio]"
                 )
-            token = section.token or f"<{name}>"
+            token = placeholder(name, section)
             if token in tokens:
                 raise ConfigError(f"{where}.token = {shown(token)} is that of {tokens[token]} too; choose another")
             tokens[token] = where
@@ -353,6 +356,11 @@ def short_form(model: Mapping[str, Any], where: str) -> dict[str, Any]:
             )
         rest[MODULES[name]] = {key: value for key, value in table.items() if key not in ("kind", "feeds")}
     return rest | ({"modules": encoders} if encoders else {})
+
+
+def placeholder(name: str, section: EncoderConfig) -> str:
+    """The token that the features of a further encoder replace."""
+    return section.token or f"<{name}>"
 
 
 def projector_name(module: str) -> str:

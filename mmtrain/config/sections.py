@@ -295,6 +295,10 @@ class PlannerConfig:
     """Run a forward and a backward of a rank as one block where that shortens an iteration: the exchanges of tensor
     parallelism of one then lie under the compute of the other. In searched plans, and in those of
     parallelism.pipeline_parallel_schedule (docs/planner.md)."""
+    eager_forwards: int = 0
+    """Microbatches that ranks with an encoder have in flight in addition to those of
+    parallelism.pipeline_parallel_schedule, as far as memory limits allow, which leaves time for the late backwards of
+    deferred images; of 1F1B, Interleaved1F1B, ZB-H1, ZB-H2 and InterleavedZeroBubble alone."""
     memory: bool = True
     """Under a memory limit, choose for each stage and work what its blocks do, among memory_strategies; else, and
     without a limit, all do what [activation_checkpoint] says. It is left alone where that mode is not none."""
@@ -351,8 +355,8 @@ class PlannerConfig:
         at_most("planner", self, p2p_latency_s=3600.0, budget_s=MOST_SECONDS, patience_s=MOST_SECONDS, threads=1024)
         at_least("planner", self, p2p_latency_s=0.0, activation_memory_gib=0.0, budget_evaluations=0, budget_s=0.0)
         at_least("planner", self, threads=0, patience_s=0.0, flops_per_s=1.0, p2p_bytes_per_s=1.0)
-        at_least("planner", self, host_bytes_per_s=1.0, noise=0.0, draws=1, finalists=1)
-        at_most("planner", self, noise=1.0, draws=4096, finalists=1024)
+        at_least("planner", self, host_bytes_per_s=1.0, noise=0.0, draws=1, finalists=1, eager_forwards=0)
+        at_most("planner", self, noise=1.0, draws=4096, finalists=1024, eager_forwards=1024)
         if self.enable and self.strategy != "first" and not self.budget_evaluations and not self.budget_s:
             raise ConfigError(
                 "planner.budget_evaluations = 0 and planner.budget_s = 0 let the search go on for ever; set one of them"

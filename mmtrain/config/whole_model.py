@@ -1,17 +1,27 @@
-"""[model] pretrained: a whole vision-language model by one id or folder. Pure; reads no file."""
+"""[model] pretrained: a whole model by one id or folder. Pure; reads at most the config.json of a local folder."""
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from mmtrain.config.toml_sections import shown
 from mmtrain.errors import ConfigError
+
+SOUND = "audio"
+"""Name of the encoder of a whole model that hears, unless the job calls it otherwise."""
+_HEARS = ("qwen2_audio",)
+"""Values of `model_type` of whole models whose encoder is [model.modules.audio]."""
+_SOUND_TABLE = {"kind": "audio", "token": "<|AUDIO|>"}
 
 
 def with_parts(table: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The table of a job in which the sections of the model's parts, and the tokenizer, name the whole model.
 
     A section that has a source of its own keeps it. The projector is then the encoder's own merger, unless its `kind`
-    or the encoder's section says otherwise; of kind `llava` it is that of the whole model.
+    or the encoder's section says otherwise; of kind `llava` it is that of the whole model. A whole model that hears has
+    [model.modules.audio] with its projector instead of [model.encoder]: by the config.json of a local folder, or where
+    the job has a section of kind "audio" without a source.
 
     Args: where: the file, for errors.
     Raises: ConfigError: neither the encoder nor the language model is that of the whole model.
@@ -21,21 +31,53 @@ def with_parts(table: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(whole, str) or not whole:  # other types are refused later
         return dict(table)
     assert isinstance(model, Mapping)
-    parts = {name: _part(model.get(name, {}), whole) for name in ("encoder", "language")}
-    taken = [name for name, section in parts.items() if _source(section) == whole]
-    if not taken:
+    hears = _hearing(model, whole)
+    section = model.get("modules", {}).get(hears, {}) if hears else model.get("encoder", {})
+    encoder, language = (_part(part, whole) for part in (section, model.get("language", {})))
+    if all(_source(part) != whole for part in (encoder, language)):
+        own = f"[model.modules.{hears}]" if hears else "[model.encoder]"
         raise ConfigError(
-            f"{where}: model.pretrained = {shown(whole)} has no effect: [model.encoder] and [model.language] name "
+            f"{where}: model.pretrained = {shown(whole)} has no effect: {own} and [model.language] name "
             'other models; set it to "", or remove what these name'
         )
-    projector, tokenizer = model.get("projector", {}), table.get("tokenizer", {})
-    if "encoder" in taken and isinstance(projector, Mapping):
-        projector = {"kind": "native", **projector}
-        if projector["kind"] == "llava":
-            projector = {"pretrained": whole, **projector}
+    tokenizer = table.get("tokenizer", {})
     if isinstance(tokenizer, Mapping):
         tokenizer = {"path": whole, **tokenizer}
-    return {**table, "model": {**model, **parts, "projector": projector}, "tokenizer": tokenizer}
+    if hears:
+        if _source(encoder) == whole:
+            projector = encoder.get("projector", {})
+            projector = {"kind": "linear", **projector} if isinstance(projector, Mapping) else projector
+            encoder = {**_SOUND_TABLE, **encoder, "projector": _of_whole(projector, "linear", whole)}
+        parts = {"modules": {**model.get("modules", {}), hears: encoder}}
+    else:
+        projector = model.get("projector", {})
+        if _source(encoder) == whole and isinstance(projector, Mapping):
+            projector = _of_whole({"kind": "native", **projector}, "llava", whole)
+        parts = {"encoder": encoder, "projector": projector}
+    return {**table, "model": {**model, **parts, "language": language}, "tokenizer": tokenizer}
+
+
+def _hearing(model: Mapping[str, Any], whole: str) -> str:
+    """The name of the encoder of a whole model that hears; empty: it sees."""
+    modules = model.get("modules", {})
+    if "encoder" in model or not isinstance(modules, Mapping):
+        return ""
+    for name, section in modules.items():
+        if isinstance(section, Mapping) and section.get("kind") == "audio" and (_source(section) or whole) == whole:
+            return str(name)
+    path = Path(whole).expanduser() / "config.json"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):  # which is explained where the config is needed
+        return ""
+    return SOUND if isinstance(values, Mapping) and values.get("model_type") in _HEARS else ""
+
+
+def _of_whole(projector: Any, kind: str, whole: str) -> Any:
+    """The section of a projector, which is that of the whole model if it is of the kind that such a model has."""
+    if isinstance(projector, Mapping) and projector["kind"] == kind:
+        return {"pretrained": whole, **projector}
+    return projector
 
 
 def _part(section: Any, whole: str) -> Any:

@@ -238,7 +238,8 @@ def raw_sound(value: Any, where: str, folder: str) -> RawSound:
         samples = np.empty(())
     if samples.ndim not in (1, 2) or (samples.ndim == 2 and not 1 <= len(samples) <= MOST_CHANNELS):
         raise DataError(
-            f"{where}: its `array` is no list of numbers, nor one for each of up to {MOST_CHANNELS} channels"
+            f"{where}: its `array` has another form; write a list of numbers, or one for each of up to {MOST_CHANNELS} "
+            "channels"
         )
     return RawSound(samples=samples, rate=rate)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mmtrain.config.config import Config
 from mmtrain.config.data import DataConfig, TokenizerConfig
-from mmtrain.config.model import section_of
+from mmtrain.config.model import placeholder, section_of
 from mmtrain.data.frames import open_frames
 from mmtrain.data.media import RawImage, RawSound, RawVideo
 from mmtrain.data.pixels import PixelRules, blank, decode, header_size, pixel_rules, pixel_values, video_values
@@ -162,6 +162,8 @@ class SoundReader(MediaReader):
             rows = rules.num_rows(samples)
             tokens, seconds = rules.num_tokens(rows), rules.seconds(samples)
             items.append(replace(meta, frame=frame, grid=(1, 1, rows), num_tokens=tokens, sound_s=seconds))
+        if not items:
+            raise DataError(f"its {sound.num_samples} samples are too short for a token; leave it out")
         return Items(tuple(items))
 
     def values(self, raw: RawSound, num_items: int) -> Sequence[Tensor]:
@@ -190,9 +192,9 @@ class Readers:
 
 
 UNREAD: dict[str, str] = {
-    "image": "the model has no encoder; add [model.encoder] or use samples without images",
-    "video": f"the model's encoder reads images alone; use one of {', '.join(VIDEO_ENCODERS)}, or leave them out",
-    "audio": 'the model has no encoder of sound; add [model.modules.audio] with kind = "audio", or leave them out',
+    "image": "the model has no encoder of images; add [model.encoder]",
+    "video": f"the model's encoder reads images alone; use one of {', '.join(VIDEO_ENCODERS)}",
+    "audio": 'the model has no encoder of sound; add [model.modules.audio] with kind = "audio"',
 }
 """Kind of content -> what the error says for a model that has no encoder of it."""
 
@@ -215,7 +217,7 @@ def vision_readers(
         vocabulary: of the tokenizer; without the token of videos none is read.
     """
     if geometry is None or rules is None:
-        return Readers(of_kind={}, unread=UNREAD | {"video": UNREAD["image"].replace("images", "videos")})
+        return Readers(of_kind={}, unread=UNREAD | {"video": UNREAD["image"]})
     readers: dict[str, MediaReader] = {
         "image": ImageReader(token=section.image_token, geometry=geometry, rules=rules, data=data)
     }
@@ -228,7 +230,7 @@ def vision_readers(
     elif videos is not None:
         unread["video"] = (
             f"the tokenizer has no token {shown(section.video_token)} for them; name its own with "
-            "tokenizer.video_token, use a tokenizer that has one, or leave them out"
+            "tokenizer.video_token, or use a tokenizer that has one"
         )
     return Readers(of_kind=readers, unread=unread)
 
@@ -265,7 +267,8 @@ def make_readers(config: Config, vocabulary: Mapping[str, int]) -> Readers:
 
 def token_of(config: Config, module: str) -> str:
     """The token that a feature of an encoder replaces."""
-    return config.tokenizer.image_token if module == "vision" else config.model.modules[module].token or f"<{module}>"
+    model = config.model
+    return config.tokenizer.image_token if module == "vision" else placeholder(module, model.modules[module])
 
 
 def image_rules(config: Config, module: str = "vision") -> tuple[ImageGeometry, PixelRules]:
@@ -280,7 +283,7 @@ def image_rules(config: Config, module: str = "vision") -> tuple[ImageGeometry, 
     key, processor = image_processor(config) if module == "vision" else ("", "")
     rules = pixel_rules(encoder["model_type"], processor, key)
     fixed = bool(encoder.get("image_size"))
-    native = any(vision_shape(config.model, name).packed for name in config.model.encoders)
+    native = any(vision_shape(config.model, name).any_size for name in config.model.encoders)
     limits = (0, 0) if fixed and native else (data.min_pixels, data.max_pixels)  # of the others
     least, most = (0, 0) if fixed else (rules.min_pixels, rules.max_pixels)
     geometry = model_geometry(config.model, module, min_pixels=limits[0] or least, max_pixels=limits[1] or most)

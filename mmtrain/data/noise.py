@@ -9,6 +9,7 @@ from mmtrain.config.model import ModelConfig
 from mmtrain.modality.buckets import latent_channels
 from mmtrain.modality.metadata import ImageMeta, IterationMeta, MicrobatchMeta
 from mmtrain.models.batch import IGNORE_INDEX, Batch, ClipMicrobatch, Microbatch
+from mmtrain.models.spectrogram import row_patches
 from mmtrain.spec.shapes import language_shape
 from mmtrain.spec.vae_shapes import PIXEL_CHANNELS, LatentScale, latent_scale
 from mmtrain.spec.vision_shapes import VisionShape, vision_shape
@@ -67,6 +68,8 @@ def _clips(
 
 
 def _pixels(image: ImageMeta, shape: VisionShape, generator: torch.Generator) -> Tensor:
+    if shape.packed and shape.one_row:  # rows read frames of their neighbours
+        return row_patches(torch.randn(shape.mel_bins, 2 * shape.max_rows, generator=generator), image.num_patches)
     if shape.packed:
         return torch.randn(image.num_patches, shape.patch_dim, generator=generator)
     if shape.one_row:  # a spectrogram, whose number of frames the encoder halves

@@ -203,7 +203,7 @@ class Processor:
         """Refuses kinds of content that the model does not read."""
         for kind, count in Counter(raw.kind for raw in record.images).items():
             if kind not in self.readers.of_kind:
-                raise DataError(f"{where}: {count} {_item(kind)}s, but {self.readers.unread[kind]}")
+                raise DataError(f"{where}: {count} {_item(kind)}s, but {self.readers.unread[kind]}; or leave them out")
 
     def _order(self, where: str, record: Record, kinds: Sequence[str]) -> list[int]:
         """Index of the item that each placeholder of a record stands for. Args: kinds: of the placeholders."""

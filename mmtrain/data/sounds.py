@@ -19,6 +19,7 @@ from torch import Tensor
 from mmtrain.data.media import MOST_CHANNELS, RawSound
 from mmtrain.errors import DataError, one_line
 from mmtrain.modality.sounds import SoundRules
+from mmtrain.models.spectrogram import row_patches
 
 N_FFT = 400
 """Samples of one Fourier transform: 25 ms."""
@@ -203,7 +204,7 @@ def _other(raw: RawSound, why: str, max_bytes: int) -> Sound:
             try:
                 return read(file)
             except Exception as error:  # RuntimeError of libsndfile, TypeError, ...
-                raise DataError(f"{why}, and soundfile cannot read it: {one_line(error)}") from None
+                raise DataError(f"{why}, and soundfile cannot read it: {one_line(error)}; write it as WAV") from None
 
     info = use(soundfile.info)
     if not 1 <= info.channels <= MOST_CHANNELS:
@@ -237,12 +238,16 @@ def heard(sound: Sound, rules: SoundRules) -> np.ndarray:
 
 
 def spectrograms(samples: np.ndarray, rules: SoundRules) -> list[Tensor]:
-    """The log-mel spectrogram [1, mel bins, frames] float32 of each window of a sound, its silence included.
+    """The log-mel spectrogram [1, mel bins, frames] float32 of each window of a sound, its silence included; for an
+    encoder that packs rows what each row reads of it, [rows, frames of a row x mel bins].
 
     Args: samples: [samples] float32 at the encoder's rate. Source: `WhisperFeatureExtractor` of transformers 5.23.
     """
     edges = np.cumsum([0, *rules.windows(len(samples))])
-    return [_spectrogram(samples[low:high], rules) for low, high in pairwise(edges)]
+    windows = [samples[low:high] for low, high in pairwise(edges)]
+    if rules.packs_rows:
+        return [row_patches(_spectrogram(window, rules)[0], rules.num_rows(len(window))) for window in windows]
+    return [_spectrogram(window, rules) for window in windows]
 
 
 def _spectrogram(samples: np.ndarray, rules: SoundRules) -> Tensor:
@@ -268,7 +273,8 @@ def mel_filters(mel_bins: int, rate: int) -> np.ndarray:
     slopes = corners[:, None] - hertz
     rising, falling = -slopes[:-2] / widths[:-1, None], slopes[2:] / widths[1:, None]
     triangles = np.maximum(0, np.minimum(rising, falling))
-    return (triangles * (2 / (corners[2:] - corners[:-2]))[:, None]).astype(np.float32)
+    areas: np.ndarray = triangles * (2 / (corners[2:] - corners[:-2]))[:, None]
+    return areas.astype(np.float32)
 
 
 _LINEAR_MELS, _LINEAR_HERTZ = 15.0, 1000.0

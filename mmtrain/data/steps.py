@@ -134,6 +134,31 @@ class StepMaker:
         check_batch(batch, meta, self._vae)
         return batch, meta
 
+    @property
+    def limits(self) -> tuple[Limit, ...]:
+        """Capacity of a microbatch."""
+        return self._samples.limits
+
+    def first_samples(self, state: LoaderState, most: int) -> tuple[list[tuple[Any, Size]], bool]:
+        """The metadata and sizes of the first usable samples from a position, up to the end of the epoch, and whether
+        these are all; read from headers and token counts alone.
+
+        Args: most: samples, at most.
+        Raises: DataError: a sample refused by the policies.
+        """
+        found: list[tuple[Any, Size]] = []
+        seen: set[int] = set()
+        while len(found) < most and not self._order.ends(state):
+            number = self._order.sample(state)
+            size = self._size(number)
+            if size is None:
+                return found, True
+            seen.add(number)
+            if not isinstance(size, Dropped):
+                found.append((self._measured.pop(number).meta, size))
+            state = self._order.after(state)
+        return found, len(seen) == self._order.num_samples
+
     def _size(self, sample: int) -> Size | Dropped | None:
         """Size of a sample, why it is left out, or None behind the end of a stream; keeps the measured sample."""
         data, limit, samples = self._config.data, self._config.training.seq_len, self._samples

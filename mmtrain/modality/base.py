@@ -28,6 +28,13 @@ class WorkItem:
     """The units that it consumes, in the order of the batch."""
     size: WorkSize
     """Rows, attended pairs and output rows."""
+    deferred: bool = False
+    """Whether the units are of the microbatch after the work's own."""
+
+    @property
+    def owner(self) -> int:
+        """Index of the microbatch that has the units, and whose works read the output."""
+        return self.work.microbatch + self.deferred
 
 
 class Layout(Protocol):
@@ -56,6 +63,10 @@ class Modality(ABC):
     @abstractmethod
     def units(self, microbatch: MicrobatchMeta) -> Units:
         """The units of a microbatch that the module consumes, in the order of the batch."""
+
+    def deferred(self, microbatch: MicrobatchMeta) -> Units:
+        """The units that the module consumes with the microbatch before; they are the first of `units`."""
+        return ()
 
     @abstractmethod
     def size(self, module: ModuleSpec, units: Sequence[Unit]) -> WorkSize:
@@ -106,11 +117,10 @@ def forward_rates(module: ModuleSpec) -> Rates:
 
 
 def first_of(works: dict[int, WorkItem], count: Callable[[Units], int] = len) -> dict[int, int]:
-    """work -> number of units (or sum of their `count`) before its own in its microbatch."""
+    """work -> number of units (or sum of their `count`) before its own in the microbatch that has them."""
     first_unit: dict[int, int] = {}
     num_units: dict[int, int] = {}
     for number, item in works.items():
-        microbatch = item.work.microbatch
-        first_unit[number] = num_units.get(microbatch, 0)
-        num_units[microbatch] = first_unit[number] + count(item.units)
+        first_unit[number] = num_units.get(item.owner, 0)
+        num_units[item.owner] = first_unit[number] + count(item.units)
     return first_unit

@@ -32,7 +32,7 @@ _NATIVE = ("qwen2_vl", "qwen2_vl_vision", "qwen2_5_vl", "qwen2_5_vl_vision", *_Q
 _FIXED = ("siglip_vision_model", "siglip", "clip_vision_model", "clip", "vit")
 _CROPPED = ("clip_vision_model", "clip")
 """Those of the fixed ones whose processor cuts a square out of an image instead of distorting it."""
-_AUDIO = ("whisper", "whisper_encoder")
+_AUDIO = ("whisper", "whisper_encoder", "qwen2_audio_encoder")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

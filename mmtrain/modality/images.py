@@ -1,6 +1,6 @@
 """Images (and audio as images of one row), as a vision encoder consumes them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from typing import ClassVar
@@ -13,7 +13,6 @@ from mmtrain.modality.submesh import Indices, Submesh, pad_indices
 from mmtrain.modality.token_split import longest_first
 from mmtrain.spec.rows import part_of, share_of
 from mmtrain.spec.spec import Division, ModuleSpec, WorkSize, images_work
-from mmtrain.spec.windows import feature_order, row_order
 
 
 class Images(Modality):
@@ -31,7 +30,14 @@ class Images(Modality):
 
     def units(self, microbatch: MicrobatchMeta) -> Units:
         """The encoder's images of a microbatch, in the order of their tokens."""
-        return tuple(image for image in microbatch.images if self._module in ("", image.module))
+        return self._read(microbatch.images)
+
+    def deferred(self, microbatch: MicrobatchMeta) -> Units:
+        """The encoder's images of deferred documents."""
+        return self._read(image for document in microbatch.deferred for image in document.images)
+
+    def _read(self, images: Iterable[ImageMeta]) -> Units:
+        return tuple(image for image in images if self._module in ("", image.module))
 
     def size(self, module: ModuleSpec, units: Sequence[ImageMeta]) -> WorkSize:
         """Patches, pairs of patches of one frame, and merged tokens."""
@@ -85,6 +91,8 @@ class ImagesPart:
     """[lo, hi) of the rows of these images, if cp ranks divide patches; None: all rows."""
     size: WorkSize
     """Rows and features of this part, without padding."""
+    features: tuple[int, int] | None = None
+    """[lo, hi) of their features, if cp ranks divide patches."""
 
 
 class ImagesLayout:
@@ -126,9 +134,9 @@ class ImagesLayout:
         if not self.submesh.share_patches:
             return ImagesPart(images=indices, rows=None, size=WorkSize(rows=rows, pairs=0, outputs=features))
         low, high = part_of(features, cp_rank, self.submesh.cp)
-        unit = self._module.merge**2
-        size = WorkSize(rows=(high - low) * unit, pairs=0, outputs=high - low)
-        return ImagesPart(images=indices, rows=(low * unit, high * unit), size=size)
+        first, end = map(int, self._module.feature_rows([image.grid for image in images])[[low, high]])
+        size = WorkSize(rows=end - first, pairs=0, outputs=high - low)
+        return ImagesPart(images=indices, rows=(first, end), size=size, features=(low, high))
 
     def patch_indices(self, work: int, cp_rank: int, tp_rank: int) -> Indices:
         """[rows] int64: indices, in the order of the encoder's rows, of a rank's queries, if cp ranks divide patches.
@@ -138,25 +146,23 @@ class ImagesLayout:
         part = self.part(work, cp_rank, tp_rank)
         assert part.rows is not None
         low, high = part.rows
-        return np.arange(low, high) if high > low else np.full(self._module.merge**2, -1, dtype=np.int64)
+        return np.arange(low, high) if high > low else np.full(self._module.patches_per_token, -1, dtype=np.int64)
 
     def pixel_rows(self, work: int, cp_rank: int, tp_rank: int) -> Indices:
         """[rows] int64: indices of a rank's packed patches among those of its images, if cp ranks divide patches."""
         part = self.part(work, cp_rank, tp_rank)
         assert part.rows is not None
-        return row_order(self._grids(work, part), self._module.merge, self._module.window)[slice(*part.rows)]
+        return self._module.row_order(self._grids(work, part))[slice(*part.rows)]
 
     def feature_indices(self, work: int, cp_rank: int, tp_rank: int) -> Indices:
-        """[outputs] int64: for each output row of one rank for a work, its feature of the microbatch; -1: padding."""
+        """[outputs] int64: for each output row of one rank for a work, its feature of its owner; -1: padding."""
         part = self.part(work, cp_rank, tp_rank)
         images = self.works[work].units
         starts = np.cumsum([self._first_feature[work]] + [image.num_tokens for image in images])
         of_images = [np.arange(starts[i], starts[i] + images[i].num_tokens) for i in part.images]
         features = np.concatenate(of_images) if of_images else np.empty(0, dtype=np.int64)
-        if part.rows is not None:
-            unit = self._module.merge**2
-            order = feature_order(self._grids(work, part), self._module.merge, self._module.window)
-            features = features[order][part.rows[0] // unit : part.rows[1] // unit]
+        if part.features is not None:
+            features = features[self._module.feature_order(self._grids(work, part))][slice(*part.features)]
         degree = self.submesh.encoder_row_parts
         padded_features = pad_indices(features, degree)
         num_local = len(padded_features) // degree

@@ -4,9 +4,12 @@ Every pp_rank of a model replica holds an equal value, so each builds the same w
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, pairwise
+
+from mmtrain.errors import DataError
 
 
 def sample_name(sample: int, source: str) -> str:
@@ -101,6 +104,8 @@ class DocumentMeta:
     """Number of tokens before the first token of the first answer; 0 without an answer."""
     source: str = ""
     """Name of its source; empty if the job has one."""
+    deferred: bool = False
+    """Whether encoders read its images with the microbatch before its own, see `check_deferral`."""
 
     @property
     def of_placeholders(self) -> tuple[tuple[ImageMeta, ...], ...]:
@@ -170,6 +175,11 @@ class MicrobatchMeta:
     def images(self) -> tuple[ImageMeta, ...]:
         """All images and videos, in the order of their tokens."""
         return tuple(image for document in self.documents for image in document.images)
+
+    @cached_property
+    def deferred(self) -> tuple[DocumentMeta, ...]:
+        """The documents whose images are encoded with the microbatch before."""
+        return tuple(document for document in self.documents if document.deferred)
 
     @cached_property
     def num_tokens(self) -> int:
@@ -278,3 +288,60 @@ class IterationMeta:
     def num_text_tokens(self) -> int:
         """Tokens of all captions."""
         return sum(m.num_text_tokens for m in self.microbatches)
+
+    @cached_property
+    def num_deferred(self) -> int:
+        """Documents whose images are encoded with the microbatch before."""
+        return sum(len(m.deferred) for m in self.microbatches)
+
+
+def check_deferral(meta: IterationMeta) -> None:
+    """Checks that deferral joins no more than two microbatches, in the order in which features are used.
+
+    Of a pair of microbatches i and i + 1, images of some documents are encoded with i, and all that the language model
+    does of these documents is in i + 1. These documents come first in i + 1.
+
+    Raises: DataError: the first microbatch, or both of two neighbours, have deferred documents; a deferred document has
+        no image, or comes after one that is not deferred.
+    Source: Entrain (Jang, Efficient Multimodal Model Training at Scale, dissertation, University of Michigan, 2026,
+        sections 4.5.2 and 4.5.3).
+    """
+    for index, microbatch in enumerate(meta.microbatches):
+        where = f"microbatch {index}"
+        for before, document in pairwise((None, *microbatch.documents)):
+            if document is None or not document.deferred:
+                continue
+            if not document.images:
+                raise DataError(
+                    f"{where}: {document.name} is deferred, but it has no image, and only encoders work ahead; defer "
+                    "documents with images"
+                )
+            if before is not None and not before.deferred:
+                raise DataError(
+                    f"{where}: {document.name} is deferred, but comes after {before.name}, which is not; put deferred "
+                    "documents first"
+                )
+    if meta.microbatches and meta.microbatches[0].deferred:
+        raise DataError(
+            f"microbatch 0: {meta.microbatches[0].deferred[0].name} is deferred, but there is no microbatch before it; "
+            "defer to a later microbatch"
+        )
+    for index, (one, other) in enumerate(pairwise(meta.microbatches)):
+        if one.deferred and other.deferred:
+            raise DataError(
+                f"microbatches {index} and {index + 1} both have deferred documents, which would join more than two "
+                "microbatches; defer from one to the next in pairs"
+            )
+
+
+def without_deferral(meta: IterationMeta, microbatches: Collection[int]) -> IterationMeta:
+    """The metadata with no document of some microbatches deferred. Args: microbatches: their indices."""
+    return replace(
+        meta,
+        microbatches=tuple(
+            replace(m, documents=tuple(replace(document, deferred=False) for document in m.documents))
+            if index in microbatches
+            else m
+            for index, m in enumerate(meta.microbatches)
+        ),
+    )

@@ -117,8 +117,13 @@ def _increasing(largest: int) -> list[int]:
 def _items(config: Config, module: str) -> list[ImageMeta]:
     """The images of the probes of an encoder, the largest first: at most a quarter of a microbatch each."""
     shape = vision_shape(config.model, module)
-    if shape.fixed_grid is not None:
-        return [replace(_NOTHING, module=module, grid=shape.fixed_grid, num_tokens=shape.fixed_tokens)]
+    if not shape.any_size:
+        grid, tokens, unit = shape.full_grid, shape.full_tokens, shape.patches_per_token
+        if shape.packed:  # sounds of three lengths
+            tokens = max(4, min(tokens, config.training.seq_len // 4))
+            counts = [tokens, 3 * tokens // 4, tokens // 2]
+            return [replace(_NOTHING, module=module, grid=(1, 1, n * unit), num_tokens=n) for n in counts]
+        return [replace(_NOTHING, module=module, grid=grid, num_tokens=tokens)]
     max_tokens = config.training.seq_len // 4
     if config.data.max_pixels:
         max_tokens = min(max_tokens, config.data.max_pixels // (shape.patch_size * shape.merge) ** 2)

@@ -23,7 +23,7 @@ _CLIPS = 4
 def most_image_tokens(model: ModelConfig) -> int:
     """Largest number of tokens of one of the small job's images, and an item of each further encoder."""
     shapes = [vision_shape(model, name) for name in model.encoders]
-    return sum(_IMAGE_TOKENS if shape.fixed_grid is None else shape.fixed_tokens for shape in shapes)
+    return sum(_IMAGE_TOKENS if shape.any_size else shape.full_tokens for shape in shapes)
 
 
 def small_data(section: DataConfig, model: ModelConfig) -> DataConfig:
@@ -32,7 +32,7 @@ def small_data(section: DataConfig, model: ModelConfig) -> DataConfig:
     if model.dit is not None:
         return _clips(section, dit_shape(model), latent_scale(model.vae) if model.vae else None)
     shapes = [vision_shape(model, name) for name in model.encoders]
-    packed = [shape for shape in shapes if shape.packed]
+    packed = [shape for shape in shapes if shape.any_size]
     if not packed:
         return section
     token = max((shape.patch_size * shape.merge) ** 2 for shape in packed)

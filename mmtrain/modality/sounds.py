@@ -3,7 +3,6 @@
 What a family does otherwise than Whisper is a subclass of `SoundRules`; its row in `SOUND_ENCODERS` names it.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -23,6 +22,8 @@ class SoundRules:
 
     extractor: ClassVar[str] = "WhisperFeatureExtractor"
     """The class of transformers that makes the same spectrogram of a window."""
+    packs_rows: ClassVar[bool] = False
+    """Whether the encoder runs the rows of sound alone, each on what it reads of the spectrogram."""
 
     mel_bins: int
     """Frequencies of the spectrogram."""
@@ -70,16 +71,38 @@ class SoundRules:
         return num_samples / self.rate
 
 
-SOUND_ENCODERS: Mapping[str, type[SoundRules]] = {"whisper_encoder": SoundRules}
+class PackedSoundRules(SoundRules):
+    """Qwen2-Audio's: silence after the end of a sound makes no row and no token.
+
+    Its class cuts a sound behind the first window; here the next one follows. Of samples behind the last window that
+    are too few for a token nothing is heard.
+    """
+
+    packs_rows = True
+
+    def windows(self, num_samples: int) -> tuple[int, ...]:
+        """See `SoundRules.windows`; those that make a token."""
+        windows = super().windows(num_samples)
+        return tuple(samples for samples in windows if self.num_tokens(self.num_rows(samples)))
+
+    def num_rows(self, num_samples: int) -> int:
+        """See `SoundRules.num_rows`; of the frames that begin before the end of the sound."""
+        return -(-num_samples // (self.hop * self.frames_per_row))
+
+
+SOUND_ENCODERS: Mapping[str, type[SoundRules]] = {
+    "whisper_encoder": SoundRules,
+    "qwen2_audio_encoder": PackedSoundRules,
+}
 """Family of encoders that hear -> its rules."""
 
 
 def sound_rules(model: ModelConfig, module: str) -> SoundRules:
     """The rules of an encoder of sound. Raises: ConfigError: its sizes do not fit together, or it reads images."""
     shape = vision_shape(model, module)
-    if shape.model_type not in SOUND_ENCODERS or shape.fixed_grid is None:
+    if shape.model_type not in SOUND_ENCODERS:
         known = ", ".join(SOUND_ENCODERS)
         raise ConfigError(f"model.modules.{module}: model_type = {shape.model_type!r} hears nothing; known are {known}")
     return SOUND_ENCODERS[shape.model_type](
-        mel_bins=shape.patch_dim // 2, window_rows=math.prod(shape.fixed_grid), merge=shape.merge
+        mel_bins=shape.mel_bins, window_rows=shape.max_rows, merge=shape.patches_per_token
     )

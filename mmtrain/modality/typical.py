@@ -168,8 +168,8 @@ def _further(config: Config, side: int) -> tuple[tuple[str, tuple[int, int, int]
     items = []
     for name in config.model.modules:
         shape = vision_shape(config.model, name)
-        if shape.fixed_grid is not None:
-            items.append((name, shape.fixed_grid, shape.fixed_tokens))
+        if not shape.any_size:
+            items.append((name, shape.full_grid, shape.full_tokens))
         else:
             across = max(1, side // (shape.patch_size * shape.merge))
             items.append((name, (1, across * shape.merge, across * shape.merge), across * across))

@@ -4,7 +4,7 @@ An adapter holds no state. It makes the family's own class with parameters on th
 children of the wanted layers (names unchanged: a `ModuleDict` keyed by the original index stands for the
 list) and sets the others to None.
 
-Shape legend: N images; R rows of all images; F frames of a spectrogram; D encoder width.
+Shape legend: N images; R rows of all images; F frames of a spectrogram; B its mel bins; D encoder width.
 """
 
 import copy
@@ -24,7 +24,7 @@ from mmtrain.errors import ConfigError, DataError
 from mmtrain.modality.bitfield import Bits, segment_bits
 from mmtrain.models.attention.context import PACKED, AttentionContext
 from mmtrain.models.projector import Grid
-from mmtrain.spec.vision_shapes import VisionShape
+from mmtrain.spec.vision_shapes import ROW_FRAMES, VisionShape
 from mmtrain.spec.windows import window_rows
 
 
@@ -332,6 +332,31 @@ class WhisperEncoder(MaskedVision):
             super().init_weights(tower, module)
 
 
+class Qwen2AudioEncoder(MaskedVision):
+    """The Qwen2-Audio encoder, on packed rows of sounds of any length. A patch is all that one row reads of its
+    spectrogram, see `models.spectrogram`."""
+
+    blocks, embed, norm = "layers", ("conv1", "conv2", "embed_positions"), "layer_norm"
+
+    def classes(self) -> tuple[type[PreTrainedConfig], Any]:
+        from transformers import Qwen2AudioEncoder, Qwen2AudioEncoderConfig
+
+        return Qwen2AudioEncoderConfig, Qwen2AudioEncoder
+
+    def call_embed(self, tower: PreTrainedModel, pixels: Tensor, rows: RankRows) -> Tensor:
+        first, second = tower.conv1, tower.conv2
+        own = np.maximum(rows.indices, 0)[: len(pixels)]
+        time_R = np.concatenate([np.arange(w) for _, _, w in rows.grids])[own]
+        x_RBF = pixels.to(first.weight.dtype).unflatten(1, (ROW_FRAMES, -1)).transpose(1, 2)
+        x_RD3 = nn.functional.gelu(nn.functional.conv1d(x_RBF, first.weight, first.bias))
+        # Before a sound's first frame the second convolution reads zeros, as its padding, and not what the first one
+        # makes of zeros.
+        begins_R = torch.from_numpy(time_R == 0).to(x_RD3.device, non_blocking=True)
+        x_RD3[:, :, 0].masked_fill_(begins_R[:, None], 0)
+        x_RD = nn.functional.gelu(nn.functional.conv1d(x_RD3, second.weight, second.bias)).squeeze(2)
+        return x_RD + tower.embed_positions(torch.from_numpy(time_R).to(x_RD.device, non_blocking=True))
+
+
 class Decoder(Adapter):
     """A decoder-only language model with its head: Qwen2, Qwen3, Llama, Mistral."""
 
@@ -379,6 +404,7 @@ VISION_ADAPTERS: dict[str, VisionAdapter] = {
     "clip_vision_model": CLIP(),
     "vit": ViT(),
     "whisper_encoder": WhisperEncoder(),
+    "qwen2_audio_encoder": Qwen2AudioEncoder(),
 }
 DECODERS: dict[str, Decoder] = {
     "qwen2": Decoder("Qwen2"),
@@ -427,12 +453,18 @@ def frame_bits(grids: tuple[Grid, ...]) -> Bits:
 def check_grids(shape: VisionShape, grids: tuple[Grid, ...]) -> None:
     """Refuses images that the encoder cannot take.
 
-    Raises: DataError: another size than the encoder's fixed one, or sides that cannot be merged.
+    Raises: DataError: another size than the encoder's fixed one, sides that cannot be merged, or a sound that makes no
+        token or has more rows than the encoder has positions.
     """
     for grid in grids:
         if shape.fixed_grid is not None and grid != shape.fixed_grid:
             raise DataError(f"an image has patches {grid}, but {shape.model_type} takes {shape.fixed_grid} alone")
-        if grid[2] % shape.merge or (grid[1] % shape.merge and not shape.one_row):
+        if shape.one_row and not (shape.patches_per_token <= grid[2] <= shape.max_rows and grid[:2] == (1, 1)):
+            raise DataError(
+                f"a sound has rows {grid}, but {shape.model_type} takes (1, 1, {shape.patches_per_token}) to "
+                f"(1, 1, {shape.max_rows})"
+            )
+        if not shape.one_row and (grid[2] % shape.merge or grid[1] % shape.merge):
             raise DataError(
                 f"an image has patches {grid}; height and width must be multiples of the spatial merge {shape.merge}"
             )

@@ -116,6 +116,7 @@ class VisionChunk(Chunk):
         section, projector = model.encoders[name], model.projector_of(name)
         super().__init__(spec.module(name), layers)
         self.shape, self.adapter = shape, adapter
+        self.arrives_pooled = shape.pool > 1 and not (self.has_embed or self.block_indices or self.has_norm)
         self.projector_kind = projector.kind
         native = self.projector_kind == "native"
         # Under names that properties of this class may have, too.
@@ -181,10 +182,9 @@ class VisionChunk(Chunk):
             x: the activation [r, D] of the chunk before; for the first chunk pixels: packed patches
                 [patches, patch_dim], or images [N, channels, height, width] of an encoder of a fixed size.
             grids: patches (time, height, width) of each image, in their order.
-            part: [lo, hi), multiples of merge x merge, of the rows of a packed encoder in their order of travel,
-                which this rank computes. Pixels are then those of `shape.row_order(grids)[lo:hi]`, and features
-                leave in that order, those of `shape.feature_order(grids)`; of a whole work both have the order of
-                the images.
+            part: [lo, hi), of `ModuleSpec.feature_rows`, of the rows of a packed encoder in their order of travel,
+                which this rank computes. Pixels are then those of `row_order(grids)[lo:hi]`, and features leave in
+                that order, those of `feature_order(grids)`; of a whole work both have the order of the images.
             gather: of keys and values, as in `AttentionContext`; needed if other ranks have other parts.
             attention: how it is computed.
         Raises: DataError: images and rows disagree, or a size that the encoder cannot take.
@@ -196,11 +196,10 @@ class VisionChunk(Chunk):
         total = sum(self.adapter.rows(grid) for grid in grids)
         lo, hi = part or (0, total)
         self._check_rows(len(x), grids, lo, hi, total)
-        sharding, unit = self.row_sharding, self.shape.patches_per_token
-        empty = lo == hi
-        rows = unit if empty else hi - lo  # an empty part still takes part in collectives, with rows of padding
-        num_padded = padded(rows, sharding.degree)
-        indices = np.full(num_padded, -1, dtype=np.int64)
+        sharding, empty = self.row_sharding, lo == hi
+        # An empty part still takes part in collectives, with rows of padding.
+        rows = self.shape.patches_per_token if empty else hi - lo
+        indices = np.full(padded(rows, sharding.degree), -1, dtype=np.int64)
         indices[: hi - lo] = np.arange(lo, hi)
         attend = partial(attention_context, rows=indices, gather=gather, choices=attention)
         on_rank = RankRows(shape=self.shape, grids=grids, indices=indices, attend=attend)
@@ -210,8 +209,10 @@ class VisionChunk(Chunk):
             elif part is None and self.shape.window:
                 x = x.index_select(0, torch.from_numpy(self.shape.row_order(grids)).to(x.device, non_blocking=True))
             x = sharding.shard(self.adapter.call_embed(self.vision, x, on_rank))
-        elif empty:
-            x, *taps = (nn.functional.pad(t, (0, 0, 0, num_padded // sharding.degree)) for t in (x, *taps))
+        if self.arrives_pooled:
+            rows = 1 if empty else self._num_features(grids, lo, hi)
+        if empty and not self.has_embed:
+            x, *taps = (nn.functional.pad(t, (0, 0, 0, share_of(rows, sharding.degree))) for t in (x, *taps))
         if self.block_indices:
             context = self.adapter.context(self.vision, x, on_rank)
             for index, block in zip(self.block_indices, self.blocks(), strict=True):
@@ -219,12 +220,33 @@ class VisionChunk(Chunk):
                 if index in self.shape.taps:
                     taps.append(x)
         if self.has_norm:
+            if self.shape.pool > 1:
+                pooled = self._pool(sharding.gather(x)[:rows], grids, lo, hi)
+                x, rows = sharding.shard(pooled), len(pooled)
             x = self.vision.get_submodule(self.adapter.norm)(x)
         if self.has_projector:
             x, *taps = (sharding.gather(t)[:rows] for t in (x, *taps))
             x, taps = sharding.shard(self._project(x, taps, grids, in_travel_order=part is not None)), []
         leaving = torch.cat((x, *taps)) if taps else x
         return _owned(leaving[:0] if empty else leaving)
+
+    def _pool(self, x_RD: Tensor, grids: tuple[Grid, ...], lo: int, hi: int) -> Tensor:
+        """[features, D]: the mean of each `pool` rows of a sound; those behind its last feature make none.
+
+        Args: lo, hi: the part of all rows that x_RD is; if it is empty, x_RD is padding for one feature.
+        """
+        pool, start, runs = self.shape.pool, 0, []
+        for _, _, w in grids:
+            runs.append(x_RD[max(start, lo) - lo : max(lo, min(start + w // pool * pool, hi)) - lo])
+            start += w
+        if lo < hi and sum(map(len, runs)) < len(x_RD):
+            x_RD = torch.cat(runs)
+        return x_RD.unflatten(0, (-1, pool)).mean(1)
+
+    def _num_features(self, grids: tuple[Grid, ...], lo: int, hi: int) -> int:
+        """Features of the rows [lo, hi)."""
+        edges = self.module_spec.feature_rows(grids)
+        return int(((lo <= edges) & (edges < hi)).sum())
 
     def _project(self, x_RD: Tensor, taps: list[Tensor], grids: tuple[Grid, ...], *, in_travel_order: bool) -> Tensor:
         if self.shape.class_token and not self.shape.keeps_class_token:
@@ -247,14 +269,16 @@ class VisionChunk(Chunk):
         return x.new_zeros(0, width, dtype=dtype) + x.sum().to(dtype)
 
     def _check_rows(self, num_rows: int, grids: tuple[Grid, ...], lo: int, hi: int, total: int) -> None:
-        where, unit = f"{self.module_spec.name} layers {self.lo}..{self.hi - 1}", self.shape.patches_per_token
-        whole = (lo, hi) == (0, total)
-        if not 0 <= lo <= hi <= total or not (whole or self.shape.packed) or lo % unit or (hi % unit and not whole):
+        where = f"{self.module_spec.name} layers {self.lo}..{self.hi - 1}"
+        divides = self.shape.packed and lo <= hi and np.isin((lo, hi), self.module_spec.feature_rows(grids)).all()
+        if (lo, hi) != (0, total) and not divides:
             raise DataError(
-                f"{where}: a part {lo}..{hi} of {total} rows was asked for; it must be multiples of {unit}, and all "
-                "rows of an encoder of a fixed size"
+                f"{where}: a part {lo}..{hi} of {total} rows was asked for; it must be whole features of "
+                f"{self.shape.patches_per_token} rows, and all rows of an encoder of a fixed size"
             )
         expected = len(grids) if self.has_embed and not self.shape.packed else hi - lo
+        if self.arrives_pooled:
+            expected = self._num_features(grids, lo, hi)
         if not self.has_embed:
             expected = share_of(expected, self.row_sharding.degree)
         if num_rows != expected:

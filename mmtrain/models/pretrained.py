@@ -37,6 +37,7 @@ _PREFIXES = {
     "clip_vision_model": ("vision_model.",),
     "vit": ("vit.",),
     "whisper_encoder": ("model.encoder.", "encoder."),
+    "qwen2_audio_encoder": (),
     "qwen2": (),
     "llama": (),
     "qwen3": (),

@@ -69,9 +69,9 @@ class Projector(nn.Module):
 
 
 def make_projector(model: ModelConfig, module: str = "vision") -> nn.Module:
-    """A new projector of kind `mlp` or `llava` of an encoder, for the default device.
+    """A new projector of kind `mlp`, `llava` or `linear` of an encoder, for the default device.
 
-    That of `llava` is transformers' own class, which takes [.., D] and returns [.., L].
+    Those of `llava` and `linear` are transformers' own classes, which take [.., D] and return [.., L].
     """
     projection, shape = projection_of(model, module), vision_shape(model, module)
     assert projection is not None
@@ -84,10 +84,20 @@ def make_projector(model: ModelConfig, module: str = "vision") -> nn.Module:
             row_major=not shape.packed,
             one_row=shape.one_row,
         )
+    one_head = {"num_attention_heads": 1, "num_key_value_heads": 1}  # of modules that are not made
+    if projection.kind == "linear":
+        from transformers import Qwen2AudioConfig
+        from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioMultiModalProjector
+
+        return Qwen2AudioMultiModalProjector(
+            Qwen2AudioConfig(
+                audio_config={"model_type": "qwen2_audio_encoder", "d_model": shape.width},
+                text_config={"model_type": "qwen2", "hidden_size": projection.outputs, **one_head},
+            )
+        )
     from transformers import LlavaConfig
     from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 
-    one_head = {"num_attention_heads": 1, "num_key_value_heads": 1}  # of modules that are not made
     config = LlavaConfig(
         vision_config={"model_type": "clip_vision_model", "hidden_size": shape.width, **one_head},
         text_config={"model_type": "llama", "hidden_size": projection.outputs, **one_head},

@@ -72,6 +72,7 @@ class FamilyPlan:
 PROJECTORS: Mapping[str, Styles] = {
     "mlp": {"projector.norm": "whole", "projector.fc1": "columns_whole", "projector.fc2": "rows_whole"},
     "llava": {"projector.linear_1": "columns_whole", "projector.linear_2": "rows_whole"},
+    "linear": {"projector.linear": "columns_gather"},
 }
 """Our own projectors, by their kind."""
 
@@ -143,6 +144,14 @@ def _two_linears(name: str) -> Styles:
     return {f"{name}.linear_1": "columns_whole", f"{name}.linear_2": "rows_whole"}
 
 
+_WHISPER = FamilyPlan(
+    blocks="vision.layers",
+    block=_block("self_attn_layer_norm final_layer_norm", _SEPARATE_QKV, "self_attn.out_proj", "fc1", "fc2"),
+    heads=("self_attn.num_heads",),
+    embed={"vision.conv1": "whole", "vision.conv2": "whole", "vision.embed_positions": "whole"},
+    norm={"vision.layer_norm": "norm"},
+)
+
 _QWEN3 = replace(
     _DECODER, block={**_DECODER.block, **dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), "norm_heads")}
 )
@@ -182,13 +191,8 @@ PLANS: Mapping[str, FamilyPlan] = {
         embed={"vision.embeddings": "whole"},
         norm={"vision.layernorm": "norm"},
     ),
-    "whisper_encoder": FamilyPlan(
-        blocks="vision.layers",
-        block=_block("self_attn_layer_norm final_layer_norm", _SEPARATE_QKV, "self_attn.out_proj", "fc1", "fc2"),
-        heads=("self_attn.num_heads",),
-        embed={"vision.conv1": "whole", "vision.conv2": "whole", "vision.embed_positions": "whole"},
-        norm={"vision.layer_norm": "norm"},
-    ),
+    "whisper_encoder": _WHISPER,
+    "qwen2_audio_encoder": _WHISPER,
     "wan": FamilyPlan(
         blocks="dit.blocks",
         block={

@@ -8,32 +8,35 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from mmtrain.config.model import ModelConfig
+from mmtrain.config.model import ModelConfig, section_of
 from mmtrain.errors import ConfigError
 from mmtrain.modality.metadata import DocumentMeta
 from mmtrain.models.adapters import parameters_on_meta
+from mmtrain.models.spectrogram import spectrogram_of
 from mmtrain.spec.composites import COMPOSITES, Spelling, class_name, selected_features
 from mmtrain.spec.model_configs import encoder_config, language_config
 from mmtrain.spec.modules import projection_of, whole_kind, why_not_whole
 from mmtrain.spec.vision_shapes import vision_shape
 
-_SECTIONS = {"vision": "model.encoder", "projector": "model.projector", "language": "model.language"}
-"""How the names of parameters here begin -> section of the part of the whole model."""
+
+def only_encoder(model: ModelConfig) -> str:
+    """The name of the encoder of a whole model, which has one."""
+    (name,) = model.encoders
+    return name
 
 
 def _feature_select(model: ModelConfig) -> str:
-    assert model.encoder is not None
-    select = selected_features(model.encoder).select
-    return select if select != "auto" else "default" if vision_shape(model).class_token else "full"
+    name = only_encoder(model)
+    select = selected_features(model.encoders[name]).select
+    return select if select != "auto" else "default" if vision_shape(model, name).class_token else "full"
 
 
 def _feature_layer(model: ModelConfig) -> int:
-    assert model.encoder is not None
-    return selected_features(model.encoder).layer or -1
+    return selected_features(model.encoders[only_encoder(model)]).layer or -1
 
 
 def _projector_act(model: ModelConfig) -> str:
-    projection = projection_of(model)
+    projection = projection_of(model, only_encoder(model))
     assert projection is not None
     return projection.hidden_act
 
@@ -58,17 +61,16 @@ def whole_config(model: ModelConfig, tokens: Mapping[str, int]) -> PreTrainedCon
     kind = whole_kind(model)
     if not kind:
         raise ConfigError(why_not_whole(model))
-    assert model.encoder is not None
-    whole = COMPOSITES[kind]
+    whole, name = COMPOSITES[kind], only_encoder(model)
     config_class = getattr(transformers, f"{whole.class_name}Config")
-    text, vision = (
+    text, encoder = (
         {key: value for key, value in values.items() if value is not None}
-        for values in (language_config(model.language), encoder_config(model.encoder))
+        for values in (language_config(model.language), encoder_config(model.encoders[name], section_of(name)))
     )
     known = {key: value for key, value in tokens.items() if hasattr(config_class(), key)}
+    parts = {whole.parts["model.language"].config: text, whole.parts["model.encoder"].config: encoder}
     config: PreTrainedConfig = config_class(
-        text_config=text,
-        vision_config=vision,
+        **parts,
         tie_word_embeddings=text["tie_word_embeddings"],
         **{key: _JOINS[key](model) for key in whole.defaults},
         **known,
@@ -105,22 +107,27 @@ def in_class(kind: str, name: str) -> str:
 
     Args: kind: `model_type` of the whole model. name: as a chunk has it, with the module.
     """
-    part = COMPOSITES[kind].parts[_section(kind, name)]
+    part = COMPOSITES[kind].parts[_section(name)]
     return _spelled(name, part.spellings[part.in_class])
 
 
 def on_disk(kind: str, name: str, spellings: Mapping[str, Spelling]) -> str:
     """The name of one of our parameters in the files of a whole model.
 
-    Args: spellings: section -> that of the files which its weights came from; else those of new files are taken.
+    Args: spellings: key of `Composite.parts` -> that of the files which its weights came from; else those of new files
+    are taken.
     """
-    section = _section(kind, name)
+    section = _section(name)
     part = COMPOSITES[kind].parts[section]
     return _spelled(name, spellings.get(section, part.spellings[part.written]))
 
 
-def _section(kind: str, name: str) -> str:
-    return _SECTIONS[name.partition(".")[0]]
+def _section(name: str) -> str:
+    """The key in `Composite.parts` of the part that a parameter belongs to."""
+    module = name.partition(".")[0]
+    if module == "language":
+        return "model.language"
+    return "model.projector" if module.endswith("projector") else "model.encoder"
 
 
 def _spelled(name: str, spelling: Spelling) -> str:
@@ -138,11 +145,18 @@ def token_types(document: DocumentMeta) -> Tensor:
 
 
 def class_inputs(document: DocumentMeta, pixels: list[Tensor], config: Any) -> dict[str, Tensor]:
-    """The arguments of a whole class for the images and videos of a document.
+    """The arguments of a whole class for the images and videos, or the sounds, of a document.
 
     Args: pixels: of each of them. config: of the class.
     """
     pairs = list(zip(document.images, pixels, strict=True))
+    if pairs and hasattr(config, "audio_config"):
+        num_frames = 2 * config.audio_config.max_source_positions
+        num_rows = torch.tensor([image.num_patches for image in document.images])
+        return {
+            "input_features": torch.stack([spectrogram_of(patches, num_frames) for patches in pixels]),
+            "feature_attention_mask": (torch.arange(num_frames) < 2 * num_rows[:, None]).long(),
+        }
     if pairs and pixels[0].dim() != 2:
         return {"pixel_values": torch.cat(pixels)}
     inputs = {"mm_token_type_ids": token_types(document)[None]} if pairs else {}

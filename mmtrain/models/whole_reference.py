@@ -18,7 +18,7 @@ from mmtrain.models.loss import cross_entropy_sum
 from mmtrain.models.reference import ReferenceModel
 from mmtrain.models.trainable import adapter_names, is_adapter, plain_name
 from mmtrain.models.unused import unused_weights
-from mmtrain.models.whole import class_inputs, empty_whole, in_class, token_types, whole_config
+from mmtrain.models.whole import class_inputs, empty_whole, in_class, only_encoder, token_types, whole_config
 from mmtrain.spec.modules import whole_kind
 from mmtrain.spec.spec import ModelSpec
 from mmtrain.spec.vision_shapes import vision_shape
@@ -33,11 +33,13 @@ class WholeModel(ReferenceModel):
     def __init__(self, model: ModelConfig, spec: ModelSpec, *, seed: int) -> None:
         super().__init__(model, spec, seed=seed)
         self.theirs, self._kind = empty_whole(whole_config(model, {})), whole_kind(model)
-        shape = vision_shape(model)
+        encoder = only_encoder(model)
+        shape = vision_shape(model, encoder)
         self._fused = VISION_ADAPTERS[shape.model_type].fused_qkv, shape.num_heads
         self._scale = model.lora.alpha / model.lora.rank
-        unused = unused_weights(model, seed)
-        self._unused = {in_class(self._kind, f"vision.{name}"): tensor for name, tensor in unused.items()}
+        unused = unused_weights(model, seed, encoder)
+        self._unused = {in_class(self._kind, f"{encoder}.{name}"): tensor for name, tensor in unused.items()}
+        self._sounds = hasattr(self.theirs.config, "audio_config")
 
     def microbatch(self, tensors: Microbatch, counts: MicrobatchMeta, want_predictions: bool = False) -> LanguageOutput:
         """The output of one microbatch, document by document."""
@@ -74,13 +76,15 @@ class WholeModel(ReferenceModel):
         # The class finds their tokens by ids, which no other token of the document may have.
         text = set(ids[types == 0].tolist())
         unused = (token for token in range(len(text) + 2) if token not in text)
-        for kind, key in enumerate(("image_token_id", "video_token_id"), 1):
+        for kind, key in enumerate(("audio_token_id",) if self._sounds else ("image_token_id", "video_token_id"), 1):
             setattr(self.theirs.config, key, next(unused))
             ids = ids.masked_fill(types == kind, getattr(self.theirs.config, key))
         adjacent = any(one.start + one.num_tokens == other.start for one, other in pairwise(document.images))
         if adjacent and "mm_token_type_ids" in inputs:
             # It takes them for one image and fails, unless it is given the positions.
             inputs["position_ids"] = torch.from_numpy(token_positions([document], 3))[:, None]
+        if self._sounds:  # it asks for a mask where each sound of a document has one token
+            inputs["attention_mask"] = torch.ones_like(ids)[None]
         inputs["input_ids"] = ids[None]
         logits: Tensor = functional_call(self.theirs, weights, (), inputs).logits[0]
         return logits

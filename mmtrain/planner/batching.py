@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NoReturn
 
 from mmtrain.errors import DataError
 from mmtrain.modality.base import Modality, Units, WorkItem
 from mmtrain.modality.bitfield import LanguageMask
 from mmtrain.modality.catalogue import MODALITIES, modalities
-from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
+from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta, check_deferral
 from mmtrain.modality.submesh import Submesh
 from mmtrain.schedule.graph import Work
 from mmtrain.spec.spec import ModelSpec, ModuleSpec, WorkSize
@@ -30,6 +31,8 @@ class Batching:
     """The model, whose modules `Work.module` indexes."""
     items: tuple[WorkItem, ...]
     attention_mask: LanguageMask = "causal"
+    not_deferred: tuple[int, ...] = ()
+    """The microbatches whose deferral was given up, as the pair did not fit into the memory limits."""
 
     @cached_property
     def modules(self) -> tuple[str, ...]:
@@ -76,8 +79,11 @@ def make_batching(
 
     The N images or clips of a microbatch become ceil(N / sub_microbatch_size) works of consecutive units; the split
     minimises the FLOPs of the largest work. The documents of a microbatch are one work. A work comes `after` the works
-    of the modules that feed its module: after all of them in the microbatch, or, if both modules consume the same
-    units, after the one work with the same units.
+    of the modules that feed its module: after all of them with units of its microbatch, or, if both modules consume the
+    same units, after the one work with the same units.
+
+    Images of deferred documents have works of their own, which are sub-microbatches of the microbatch before and come
+    after its own images; so neither the forward nor the backward of those waits for the other microbatch.
 
     Args:
         meta: the counts of the batch.
@@ -85,9 +91,10 @@ def make_batching(
         sub_microbatch_size: images or clips in one work, of all modules or by their names; 0: all of the microbatch.
         attention_mask: mask of the language model; it determines the number of attended pairs.
     Raises: DataError: a microbatch lacks a required unit, or has a unit that no module consumes; an image that the
-        model cannot merge, or that lies outside of its document.
+        model cannot merge, or that lies outside of its document; documents are deferred that cannot be.
     Source: DIP, arXiv:2504.14145, section 4.
     """
+    check_deferral(meta)
     kinds = modalities(spec, attention_mask)
     # Modules that consume the same units get the same groups: those that balance the last of these modules.
     weights = {
@@ -99,19 +106,33 @@ def make_batching(
         for module in spec.modules
     }
     items: list[WorkItem] = []
-    for index, microbatch in enumerate(meta.microbatches):
+    numbers: dict[tuple[int, str], list[int]] = {}  # (owner, module) -> works
+    for index, (microbatch, behind) in enumerate(pairwise((*meta.microbatches, MicrobatchMeta()))):
         _check_content(index, microbatch, kinds)
-        groups = {item: kind.split(kind.units(microbatch), size, w) for item, (kind, w, size) in weights.items()}
-        numbers: dict[str, list[int]] = {}
+        groups = {
+            item: [
+                (deferred, group)
+                for deferred, units in enumerate((_kept(kind, microbatch), kind.deferred(behind)))
+                for group in kind.split(units, size, weigh)
+            ]
+            for item, (kind, weigh, size) in weights.items()
+        }
         for module_index, module in enumerate(spec.modules):
             kind = kinds[module.name]
-            first_work = len(items)
-            for sub, units in enumerate(groups[kind.item]):
-                after = _feeding(sub, kind, {name: (kinds[name], numbers[name]) for name in module.after})
+            for sub, (deferred, units) in enumerate(groups[kind.item]):
+                of_owner = numbers.setdefault((index + deferred, module.name), [])
+                feeds = {name: (kinds[name], numbers.get((index + deferred, name), [])) for name in module.after}
+                after = _feeding(len(of_owner), kind, feeds)
+                of_owner.append(len(items))
                 work = Work(module=module_index, microbatch=index, sub_microbatch=sub, after=after)
-                items.append(WorkItem(work=work, units=units, size=kind.size(module, units)))
-            numbers[module.name] = list(range(first_work, len(items)))
+                size = kind.size(module, units)
+                items.append(WorkItem(work=work, units=units, size=size, deferred=bool(deferred)))
     return Batching(spec=spec, items=tuple(items), attention_mask=attention_mask)
+
+
+def _kept(kind: Modality, microbatch: MicrobatchMeta) -> Units:
+    """The units that a module consumes with their own microbatch."""
+    return kind.units(microbatch)[len(kind.deferred(microbatch)) :]
 
 
 def _size_of(sizes: SubMicrobatch, module: ModuleSpec) -> int:
@@ -119,7 +140,8 @@ def _size_of(sizes: SubMicrobatch, module: ModuleSpec) -> int:
 
 
 def _feeding(sub: int, kind: Modality, feeds: Mapping[str, tuple[Modality, list[int]]]) -> tuple[int, ...]:
-    """The works that a work comes after. Args: feeds: module -> its kind of content, its works of the microbatch."""
+    """The works that a work comes after. Args: sub: its index among those of its module and owner. feeds: module -> its
+    kind of content, its works of that owner."""
     feeding: list[int] = []
     for source, works in feeds.values():
         feeding += works[sub : sub + 1] if source.item == kind.item else works
@@ -151,7 +173,7 @@ def check_conservation(meta: IterationMeta, batching: Batching) -> None:
     kinds = batching.kinds
     numbers: dict[tuple[int, str], list[int]] = {}
     for w, item in enumerate(batching.items):
-        numbers.setdefault((item.work.microbatch, batching.module_of(w)), []).append(w)
+        numbers.setdefault((item.owner, batching.module_of(w)), []).append(w)
     unknown = [index for index, _ in numbers if not 0 <= index < len(meta.microbatches)]
     if unknown:
         raise DataError(
@@ -164,6 +186,13 @@ def check_conservation(meta: IterationMeta, batching: Batching) -> None:
             owned = kind.units(microbatch)
             if owned != used:
                 _refuse(index, kind, owned, used)
+            early = tuple(unit for w in works if batching.items[w].deferred for unit in batching.items[w].units)
+            if early != kind.deferred(microbatch):
+                raise DataError(
+                    f"microbatch {index} defers {len(kind.deferred(microbatch))} {kind.item}s, but {len(early)} of its "
+                    f"{kind.item}s are in {kind.works} works of the microbatch before; put exactly the deferred ones "
+                    "there"
+                )
             paid: Counter[str] = Counter()
             for w in works:
                 paid.update(kind.paid(batching.items[w].size))

@@ -8,11 +8,12 @@ from mmtrain.config.config import Config, check_memory_limit, uses_fsdp
 from mmtrain.config.memory_amount import show_bytes
 from mmtrain.config.sections import PlannerConfig
 from mmtrain.errors import ConfigError, PlanError
-from mmtrain.modality.metadata import IterationMeta
+from mmtrain.modality.metadata import IterationMeta, without_deferral
 from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.batching import Batching, SubMicrobatch, check_conservation, make_batching
 from mmtrain.planner.costs.cost_model import CostModel
 from mmtrain.planner.costs.job_costs import cost_model
+from mmtrain.planner.deferral import oversize_pairs
 from mmtrain.planner.first_plan import first_plan
 from mmtrain.planner.job_schedule import job_schedule
 from mmtrain.planner.layout import IterationLayout
@@ -147,6 +148,9 @@ class IterationPlanner:
     ) -> tuple[Batching, PlanningProblem]:
         """The works of an iteration, and their planning problem.
 
+        Where images that are encoded with the microbatch before make a pair of microbatches that does not fit into the
+        memory limits, they are encoded with their own microbatch (`Batching.not_deferred`).
+
         Args: searched: the planner may choose the orders and memory options, and may split backwards even if the
             schedule does not.
         Raises:
@@ -159,20 +163,26 @@ class IterationPlanner:
                 f'planner.memory_limit = "{self.section.memory_limit}" is a part of a device whose memory is not known '
                 'here; name the device in planner.hardware (--cluster), or write an amount, as in "72GiB"'
             )
-        batching = make_batching(meta, self.spec, self.sub_microbatch_size, self.submesh.attention_mask)
-        check_conservation(meta, batching)
-        problem = make_problem(
-            self.spec,
-            self.partition,
-            batching,
-            self.costs,
-            self.section,
-            memory=self.memory if searched else self.memory.fixed,
-            submesh=self.submesh,
-            forward_only=forward_only,
-            limits=self.activation_limits,
-        )
-        return batching, problem
+        not_deferred: tuple[int, ...] = ()
+        while True:
+            batching = make_batching(meta, self.spec, self.sub_microbatch_size, self.submesh.attention_mask)
+            check_conservation(meta, batching)
+            problem = make_problem(
+                self.spec,
+                self.partition,
+                batching,
+                self.costs,
+                self.section,
+                memory=self.memory if searched else self.memory.fixed,
+                submesh=self.submesh,
+                forward_only=forward_only,
+                limits=self.activation_limits,
+            )
+            oversize = oversize_pairs(problem)
+            if not oversize:
+                return replace(batching, not_deferred=not_deferred), problem
+            not_deferred = tuple(sorted((*not_deferred, *oversize)))
+            meta = without_deferral(meta, oversize)
 
     def prepare(self, meta: IterationMeta, *, forward_only: bool = False, searched: bool = False) -> Iteration:
         """An iteration with its works, layout and planning problem. Arguments and errors: see `problem`."""

@@ -269,6 +269,16 @@ class WorkGraph:
         return tuple(position[stage] for stage in range(len(self.stage_rank)))
 
     @cached_property
+    def deferred(self) -> frozenset[int]:
+        """The works that are computed with one microbatch and feed another one."""
+        return frozenset(
+            source
+            for index, work in enumerate(self.works)
+            for source in self.sources(index)
+            if self.works[source].microbatch != work.microbatch
+        )
+
+    @cached_property
     def work_index(self) -> dict[tuple[int, int, int], int]:
         """(module, microbatch, sub_microbatch) -> work."""
         return {(w.module, w.microbatch, w.sub_microbatch): i for i, w in enumerate(self.works)}

@@ -31,6 +31,8 @@ class Timeline:
     """[rank] -> (seconds, activation bytes held from then on); empty: not recorded."""
     peak_bytes: tuple[float, ...] = ()
     """Peak of activation bytes on each rank; empty: not recorded."""
+    deferred: frozenset[tuple[str, int, int]] = frozenset()
+    """Module, microbatch and sub-microbatch of the works that feed another microbatch."""
 
     @classmethod
     def from_rows(
@@ -45,7 +47,14 @@ class Timeline:
         names = tuple(graph.modules[module].name for module in graph.module_of)
         kept = [Row(*row) for row in rows if row[1].kind not in NOT_COMPUTE]
         kept.sort(key=lambda row: (row.rank, row.start_s, row.end_s))
-        return cls(graph.num_ranks, names, tuple(kept), memory, peak_bytes)
+        works = [graph.works[index] for index in graph.deferred]
+        deferred = frozenset((graph.modules[w.module].name, w.microbatch, w.sub_microbatch) for w in works)
+        return cls(graph.num_ranks, names, tuple(kept), memory, peak_bytes, deferred)
+
+    def is_deferred(self, action: Action) -> bool:
+        """Whether an action is of a work that feeds another microbatch."""
+        module = self.stage_modules[action.stage]
+        return (module, action.microbatch, action.sub_microbatch) in self.deferred
 
     @cached_property
     def start_s(self) -> float:

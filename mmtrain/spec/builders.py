@@ -12,6 +12,7 @@ chunk share, and without temporary tensors.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 from mmtrain.config.model import ModelConfig
 from mmtrain.spec.linears import Linear, adapted_linears, block_linears, linear_width, whole_width, with_adapters
@@ -91,7 +92,8 @@ def _vision_module(model: ModelConfig, name: str, shape: VisionShape, e: int) ->
     embed = _audio_embed if shape.one_row else _patch_embed
     layers = [embed(shape, trainable=trainable, e=e), *(block(index) for index in range(shape.depth))]
     if shape.final_norm:
-        layers.append(_norm_layer(D, 2 * D, _norm_bytes(shape, e) - D * e, trainable=trainable, e=e))
+        of: Literal["row", "output"] = "row" if shape.pool == 1 else "output"  # the backward of a mean reads nothing
+        layers.append(_norm_layer(D, 2 * D, _norm_bytes(shape, e) - D * e, trainable=trainable, e=e, of=of))
     layers.append(_projector(model, name, shape, e=e))
     return ModuleSpec(
         name=name,
@@ -100,6 +102,7 @@ def _vision_module(model: ModelConfig, name: str, shape: VisionShape, e: int) ->
         layers=tuple(layers),
         merge=shape.merge,
         one_row=shape.one_row,
+        pool=shape.pool,
         extra_rows=int(shape.class_token),
         extra_outputs=int(shape.keeps_class_token),
         window=shape.window,
@@ -132,15 +135,14 @@ def _patch_embed(shape: VisionShape, *, trainable: bool, e: int) -> LayerSpec:
 
 def _audio_embed(shape: VisionShape, *, trainable: bool, e: int) -> LayerSpec:
     """The first layer of Whisper: two convolutions over three frames, the second with stride two."""
-    assert shape.fixed_grid is not None
-    D, P, frames = shape.width, shape.patch_dim, shape.fixed_grid[2]
-    activation = Rates(row=P * e + 2 * 2 * D * e + D * e)  # input; twice the frames before and after GELU
+    D, P, M, firsts, positions = shape.width, shape.patch_dim, shape.mel_bins, shape.first_convolutions, shape.max_rows
+    activation = Rates(row=P * e + 2 * firsts * D * e + D * e)  # input; the first outputs before and after GELU
     return LayerSpec(
         name="embed",
-        num_params=3 * P // 2 * D + D + 3 * D * D + D + frames * D,
-        num_fixed_params=frames * D,
+        num_params=3 * M * D + D + 3 * D * D + D + positions * D,
+        num_fixed_params=positions * D,
         trainable=trainable,
-        matmul_flops=Rates(row=2 * 3 * P * D + 2 * 3 * D * D),
+        matmul_flops=Rates(row=firsts * 2 * 3 * M * D + 2 * 3 * D * D),
         inner_flops=Rates(row=2 * 3 * D * D),
         activation_bytes=activation,
         output_bytes=Rates(row=D * e),
@@ -150,23 +152,25 @@ def _audio_embed(shape: VisionShape, *, trainable: bool, e: int) -> LayerSpec:
 
 
 def _projector(model: ModelConfig, name: str, shape: VisionShape, *, e: int) -> LayerSpec:
-    """The last layer of the vision module: a norm (not of kind llava), merged neighbours, two linear layers.
+    """The last layer of the vision module: a norm (of mlp and native), merged neighbours, two linear layers (of linear
+    one).
 
     Each tap has a merger of its own, whose norm comes after the merge; its features stand next to the others.
     """
     projection = projection_of(model, name)
     assert projection is not None
-    patches, inner, width = shape.patches_per_token, projection.width, projection.outputs
-    merged = patches * shape.width
+    features, inner, width = shape.features_per_token, projection.width, projection.outputs
+    merged = features * shape.width
     # Kind -> parameters of its norm, and bytes of a row that are kept before the first product.
     norms = {
         "mlp": (2 * shape.width, 2 * shape.width * e + 2 * e),
         "native": ((1 if shape.rms_norm else 2) * shape.width, _norm_bytes(shape, e)),
         "llava": (0, shape.width * e),
+        "linear": (0, shape.width * e),
     }
     norm_params, row_bytes = norms[projection.kind]
     # With windows also the original order of the features.
-    normed = patches * row_bytes + (_INT64 if shape.window else 0)
+    normed = features * row_bytes + (_INT64 if shape.window else 0)
     taps = len(shape.taps)
     # Of a tap two statistics and the norm's output. The norm's input is also the next block's, which keeps it, or a
     # part of the chunk's input, which is held until its gradient leaves; neither if the encoder is frozen.
@@ -174,21 +178,25 @@ def _projector(model: ModelConfig, name: str, shape: VisionShape, *, e: int) -> 
     normed += taps * ((1 + frozen) * merged + 2) * e
     gathered = 0 if frozen else taps * merged * e
     mergers = 1 + taps
+    linears = [(merged, inner), (inner, width)] if inner else [(merged, width)]
+    flops = [2 * inputs * outputs for inputs, outputs in linears]
     return LayerSpec(
         name="projector",
-        num_params=norm_params + taps * 2 * merged + mergers * ((merged + 1) * inner + (inner + 1) * width),
+        num_params=norm_params + taps * 2 * merged + mergers * sum((i + 1) * o for i, o in linears),
         trainable=bool(model.projector_of(name).trainable),
         weight_before_products=norm_params > 0,
-        matmul_flops=Rates(output=mergers * (2 * merged * inner + 2 * inner * width)),
-        inner_flops=Rates(output=mergers * 2 * inner * width),
+        matmul_flops=Rates(output=mergers * sum(flops)),
+        inner_flops=Rates(output=mergers * sum(flops[1:])),
         activation_bytes=Rates(output=normed + mergers * _kept_by_activation(projection.hidden_act) * inner * e),
         linear_bytes=Rates(output=mergers * (merged + 2 * inner + width) * e),
         output_bytes=Rates(output=mergers * width * e),
         output_width=mergers * width,
         output_rows="outputs",
         gathered_rows=Rates(output=gathered),
-        # Ranks divide the inner columns; the norm and the features have all rows.
-        whole_bytes=WholeBytes(activation=Rates(output=normed), linear=Rates(output=mergers * (merged + width) * e)),
+        # Ranks divide the inner columns, or those of one layer's outputs; the norm and the features have all rows.
+        whole_bytes=WholeBytes(
+            activation=Rates(output=normed), linear=Rates(output=mergers * (merged + width * (inner > 0)) * e)
+        ),
     )
 
 
@@ -296,17 +304,24 @@ def _language_module(model: ModelConfig, shape: LanguageShape, e: int) -> Module
     )
 
 
-def _norm_layer(width: int, num_params: int, kept_bytes: int, *, trainable: bool, e: int) -> LayerSpec:
-    """The norm behind an encoder's blocks. Args: kept_bytes: of one row; not of its output, which no product reads."""
+def _norm_layer(
+    width: int, num_params: int, kept_bytes: int, *, trainable: bool, e: int, of: Literal["row", "output"] = "row"
+) -> LayerSpec:
+    """The norm behind a module's blocks.
+
+    Args: kept_bytes: of one row; not of its output, which no product reads. of: what its rows are.
+    """
+    kept = Rates(**{of: kept_bytes})
     return LayerSpec(
         name="norm",
         num_params=num_params,
         trainable=trainable,
         matmul_flops=Rates(),
-        activation_bytes=Rates(row=kept_bytes),
-        output_bytes=Rates(row=width * e),
+        activation_bytes=kept,
+        output_bytes=Rates(**{of: width * e}),
         output_width=width,
-        row_bytes=WholeBytes(activation=Rates(row=kept_bytes)),
+        output_rows="outputs" if of == "output" else "rows",
+        row_bytes=WholeBytes(activation=kept),
     )
 
 

@@ -32,6 +32,8 @@ class Part:
     """Switches that are on for the part if they are on for the whole model."""
     decided: Mapping[str, Any] = field(default_factory=dict)
     """Keys whose value in the whole model's config alone counts, with the defaults of its class."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Keys that the class of the whole model does not read, with the values of what it does."""
     spellings: tuple[Spelling, ...]
     """Its names in stored weights; the first one that occurs counts."""
     written: int = 0
@@ -45,7 +47,7 @@ class Composite:
     """A whole model of several modules."""
 
     parts: Mapping[str, Part]
-    """Section -> its part."""
+    """Section -> its part. Of every encoder, also [model.modules.NAME], it is model.encoder; see `whole_section`."""
     class_name: str
     """How the names of its classes begin."""
     encoders: tuple[str, ...]
@@ -54,6 +56,8 @@ class Composite:
     """Families of language models that it can have."""
     projector: str
     """Its kind of projector."""
+    final_norm: bool = False
+    """Whether its projector reads what the encoder's final norm makes."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the whole model's config that concern how parts are joined, with the defaults of its class."""
 
@@ -96,6 +100,13 @@ def _qwen_vl(name: str, class_name: str, *, older: bool = True) -> Composite:
     )
 
 
+_PROJECTOR = Part(spellings=_removed("multi_modal_projector.", "model.multi_modal_projector."), in_class=1)
+_LANGUAGE: Mapping[str, Any] = {
+    "spellings": ({"language_model.": ""}, {"model.language_model.": "model.", "lm_head.": "lm_head."}),
+    "in_class": 1,
+}
+"""Names of a language model whose class is a part of the whole one's."""
+
 COMPOSITES: Mapping[str, Composite] = {
     "qwen2_vl": _qwen_vl("qwen2_vl", "Qwen2VL"),
     "qwen2_5_vl": _qwen_vl("qwen2_5_vl", "Qwen2_5_VL"),
@@ -117,18 +128,9 @@ COMPOSITES: Mapping[str, Composite] = {
                 ),
                 in_class=3,
             ),
-            "model.projector": Part(
-                spellings=_removed("multi_modal_projector.", "model.multi_modal_projector."), in_class=1
-            ),
+            "model.projector": _PROJECTOR,
             "model.language": Part(
-                config="text_config",
-                model_type="llama",
-                shared=("tie_word_embeddings",),
-                spellings=(
-                    {"language_model.": ""},
-                    {"model.language_model.": "model.", "lm_head.": "lm_head."},
-                ),
-                in_class=1,
+                config="text_config", model_type="llama", shared=("tie_word_embeddings",), **_LANGUAGE
             ),
         },
         defaults={
@@ -138,6 +140,25 @@ COMPOSITES: Mapping[str, Composite] = {
             "multimodal_projector_bias": True,
         },
     ),
+    "qwen2_audio": Composite(
+        class_name="Qwen2Audio",
+        encoders=("qwen2_audio_encoder",),
+        languages=("qwen2",),
+        projector="linear",
+        final_norm=True,
+        parts={
+            "model.encoder": Part(
+                config="audio_config",
+                model_type="qwen2_audio_encoder",
+                spellings=_removed("audio_tower.", "model.audio_tower."),
+                in_class=1,
+            ),
+            "model.projector": _PROJECTOR,
+            "model.language": Part(
+                config="text_config", model_type="qwen2", fixed={"tie_word_embeddings": False}, **_LANGUAGE
+            ),
+        },
+    ),
 }
 """By the `model_type` of the whole model."""
 
@@ -145,6 +166,13 @@ COMPOSITES: Mapping[str, Composite] = {
 def class_name(kind: str) -> str:
     """The class of transformers of a whole model. Args: kind: key of `COMPOSITES`."""
     return f"{COMPOSITES[kind].class_name}ForConditionalGeneration"
+
+
+def whole_section(where: str) -> str:
+    """The key in `Composite.parts` of a section: what it is for [model.encoder] it is for [model.modules.NAME]."""
+    if not where.startswith("model.modules."):
+        return where
+    return "model.projector" if where.endswith(".projector") else "model.encoder"
 
 
 def part_config(where: str, values: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -165,7 +193,7 @@ def part_config(where: str, values: Mapping[str, Any]) -> dict[str, Any] | None:
         )
     switches = {key: True for key in part.shared if values.get(key) is True}
     switches |= {key: values.get(key, default) for key, default in part.decided.items()}
-    return {"model_type": part.model_type, **config, **switches}
+    return {"model_type": part.model_type, **config, **switches, **part.fixed}
 
 
 def part_spellings(where: str, source: str) -> tuple[Spelling, ...]:
@@ -215,19 +243,20 @@ def projector_act(section: ProjectorConfig) -> str:
     Raises: ConfigError: it is unknown, or `pretrained` names a whole model with another kind of projector.
     """
     source = f"model.projector.pretrained = {shown(section.pretrained)}"
-    values = _settings("model.projector", section.pretrained) if section.pretrained else {}
-    if values and section.kind != "llava":
+    stored = _read("model.projector", section.pretrained) if section.pretrained else {}
+    kind = str(stored.get("model_type"))
+    if kind in COMPOSITES and COMPOSITES[kind].projector != section.kind:
         raise ConfigError(
-            f'{source} is a LLaVA model, whose projector is not of kind "{section.kind}"; set kind = "llava"'
+            f'{source} is a {kind} model, whose projector is not of kind "{section.kind}"; set kind = '
+            f'"{COMPOSITES[kind].projector}"'
         )
-    if values.get("multimodal_projector_bias") is False:
+    if stored.get("multimodal_projector_bias") is False:
         raise ConfigError(
             f"{source}: multimodal_projector_bias = false; only projectors with biases are supported, choose another "
             "model"
         )
     if section.kind != "llava":
         return "gelu"
-    stored = _read("model.projector", section.pretrained) if section.pretrained else {}
     act = section.hidden_act or stored.get("projector_hidden_act", "gelu")
     check_type("model.projector", "hidden_act", act, "gelu")
     return str(act)
@@ -242,7 +271,7 @@ def _settings(where: str, source: str) -> dict[str, Any]:
 
 def _part(where: str, values: Mapping[str, Any]) -> Part | None:
     composite = COMPOSITES.get(str(values.get("model_type")))
-    return composite.parts.get(where) if composite else None
+    return composite.parts.get(whole_section(where)) if composite else None
 
 
 def _read(where: str, source: str) -> dict[str, Any]:

@@ -186,6 +186,31 @@ ENCODERS: dict[str, Family] = {
         dropout=("dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop"),
         sizes=_sizes("d_model", "encoder_layers", "encoder_attention_heads", "encoder_ffn_dim"),
     ),
+    "qwen2_audio_encoder": Family(
+        defaults={
+            "d_model": 1280,
+            "encoder_layers": 32,
+            "encoder_attention_heads": 20,
+            "encoder_ffn_dim": 5120,
+            "num_mel_bins": 128,
+            "max_source_positions": 1500,
+            "activation_function": "gelu",
+            "initializer_range": 0.02,
+            "dropout": 0.0,
+            "attention_dropout": 0.0,
+            "activation_dropout": 0.0,
+            "encoder_layerdrop": 0.0,
+        },
+        aliases={
+            "hidden_size": "d_model",
+            "num_hidden_layers": "encoder_layers",
+            "num_attention_heads": "encoder_attention_heads",
+            "intermediate_size": "encoder_ffn_dim",
+        },
+        optional={"scale_embedding": False},
+        dropout=("dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop"),
+        sizes=_sizes("d_model", "encoder_layers", "encoder_attention_heads", "encoder_ffn_dim"),
+    ),
 }
 
 _LANGUAGE_OPTIONAL: dict[str, Any] = {

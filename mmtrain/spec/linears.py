@@ -188,7 +188,7 @@ def _separate(query: str, key: str, value: str, output: str, *, D: int, C: int, 
     )
 
 
-_MLP = {"whisper_encoder": "fc", "qwen3_vl_vision": "mlp.linear_fc"}
+_MLP = {"whisper_encoder": "fc", "qwen2_audio_encoder": "fc", "qwen3_vl_vision": "mlp.linear_fc"}
 """Family of an encoder -> how the names of the two layers of its MLP begin, if not with `mlp.fc`."""
 
 

@@ -31,27 +31,29 @@ def families(model: ModelConfig) -> dict[str, str]:
 def whole_kind(model: ModelConfig) -> str:
     """The `model_type` of the whole model of transformers that the modules make together; empty: there is none.
 
-    A class of transformers reads the features of a block, and attends causally.
+    A class of transformers has one encoder, of which it reads certain features, and attends causally.
     """
-    one = list(model.encoders) == ["vision"]
-    if not one or model.dit is not None or model.language.attention_mask != "causal":
+    if len(model.encoders) != 1 or model.dit is not None or model.language.attention_mask != "causal":
         return ""
-    vision, language = vision_shape(model), language_shape(model).model_type
+    (name,) = model.encoders
+    shape, language = vision_shape(model, name), language_shape(model).model_type
     fits = (
         kind
         for kind, whole in COMPOSITES.items()
-        if vision.model_type in whole.encoders and language in whole.languages and not vision.final_norm
+        if shape.model_type in whole.encoders and language in whole.languages and shape.final_norm == whole.final_norm
     )
-    return next((kind for kind in fits if COMPOSITES[kind].projector == model.projector.kind), "")
+    return next((kind for kind in fits if COMPOSITES[kind].projector == model.projector_of(name).kind), "")
 
 
 def why_not_whole(model: ModelConfig) -> str:
     """Why the modules of a model with an encoder make no whole model of transformers."""
-    if list(model.encoders) != ["vision"]:
+    if len(model.encoders) != 1:
         return f"transformers has no class for the encoders {', '.join(model.encoders)} (docs/models.md)"
     if model.language.attention_mask != "causal":
         return f'model.language.attention_mask = "{model.language.attention_mask}", but whole models attend causally'
-    parts = f"{vision_shape(model).model_type}, projector {model.projector.kind}, {language_shape(model).model_type}"
+    (name,) = model.encoders
+    parts = f"{vision_shape(model, name).model_type}, projector {model.projector_of(name).kind}, "
+    parts += language_shape(model).model_type
     return f"transformers has no class for {parts} (docs/models.md)"
 
 
@@ -60,9 +62,9 @@ class Projection:
     """The projector of an encoder's features into the language model."""
 
     kind: str
-    """`mlp`, `native` or `llava`."""
+    """`mlp`, `native`, `llava` or `linear`."""
     width: int
-    """Columns between its two linear layers."""
+    """Columns between its two linear layers; 0: it has one."""
     hidden_act: str
     """Activation function between them."""
     outputs: int
@@ -77,8 +79,8 @@ def projection_of(model: ModelConfig, module: str = "vision") -> Projection | No
     if module not in model.encoders:
         return None
     shape, section = vision_shape(model, module), model.projector_of(module)
-    outputs, merged = language_shape(model).width, shape.width * shape.patches_per_token
-    widths = {"mlp": section.hidden_size or merged, "native": merged, "llava": outputs}
+    outputs, merged = language_shape(model).width, shape.width * shape.features_per_token
+    widths = {"mlp": section.hidden_size or merged, "native": merged, "llava": outputs, "linear": 0}
     return Projection(kind=section.kind, width=widths[section.kind], hidden_act=projector_act(section), outputs=outputs)
 
 
@@ -89,4 +91,5 @@ def projector_sizes(model: ModelConfig, module: str = "vision") -> dict[str, int
     sizes: dict[str, int | str] = {"kind": projection.kind, "language_width": projection.outputs}
     if projection.kind == "mlp":
         return sizes | {"spatial_merge": shape.merge, "hidden_size": projection.width}
-    return sizes | {"vision_width": shape.width, "projector_hidden_act": projection.hidden_act}
+    sizes |= {"vision_width": shape.width}
+    return sizes | ({"projector_hidden_act": projection.hidden_act} if projection.kind == "llava" else {})

@@ -7,12 +7,14 @@ over images or documents.
 
 import operator
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from mmtrain.errors import DataError
-from mmtrain.spec.windows import window_pairs
+from mmtrain.spec.windows import Grid, Indices, feature_order, row_order, window_pairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,7 +327,10 @@ class ModuleSpec:
     merge: int = 1
     """Neighbouring patches along each side of an image that are merged to one token."""
     one_row: bool = False
-    """Its images have one row of patches (audio over time), which are merged only along it."""
+    """Its images have one row of patches (audio over time), which are merged only along it; those behind the last token
+    of an image make none."""
+    pool: int = 1
+    """Rows whose mean is one feature, before the last norm."""
     extra_rows: int = 0
     """Rows that the first layer adds to each frame of an image: 1 for a class token."""
     extra_outputs: int = 0
@@ -350,8 +355,30 @@ class ModuleSpec:
 
     @property
     def patches_per_token(self) -> int:
-        """Patches that are merged to one token."""
-        return self.merge if self.one_row else self.merge**2
+        """Patches that become one token."""
+        return self.pool * self.merge if self.one_row else self.merge**2
+
+    def row_order(self, grids: Sequence[Grid]) -> Indices:
+        """[R] int64: the packed patch of each row. Args: grids: patches of each image."""
+        return np.arange(_row_starts(grids)[-1]) if self.one_row else row_order(grids, self.merge, self.window)
+
+    def feature_order(self, grids: Sequence[Grid]) -> Indices:
+        """[V] int64: the feature of each group of rows that becomes one. Args: grids: patches of each image."""
+        if self.one_row:
+            return np.arange(len(self.feature_rows(grids)) - 1)
+        return feature_order(grids, self.merge, self.window)
+
+    def feature_rows(self, grids: Sequence[Grid]) -> Indices:
+        """[V + 1] int64: the first row of each feature in the order of the rows, then the number of all rows.
+
+        Ranks that divide rows do it here.
+        """
+        unit = self.patches_per_token
+        starts = _row_starts(grids)
+        if not self.one_row:
+            return np.arange(0, starts[-1] + 1, unit)
+        of_images = [np.arange(w // unit) * unit + start for start, (_, _, w) in zip(starts, grids, strict=False)]
+        return np.concatenate([*of_images, starts[-1:]])
 
     @property
     def num_params(self) -> int:
@@ -451,18 +478,26 @@ class ModelSpec:
         return sum(module.layers[i].activation_bytes(size) for i in chosen if self.has_backward(name, i))
 
 
+def _row_starts(grids: Sequence[Grid]) -> Indices:
+    """[N + 1] int64: the first patch of each of N packed images, then the number of all."""
+    return np.cumsum([0, *(t * h * w for t, h, w in grids)], dtype=np.int64)
+
+
 def images_work(module: ModuleSpec, grids: Iterable[tuple[int, int, int]]) -> WorkSize:
     """The size of a work of images for a vision module; attention stays inside of a frame.
 
     Args: grids: patches (time, height, width) of each image.
-    Raises: DataError: a side is not a multiple of the spatial merge.
+    Raises: DataError: a side is not a multiple of the spatial merge; of sound, it is too short for a token.
     """
     total = ZERO_WORK
     for (t, h, w), count in Counter(grids).items():
-        if w % module.merge or (h % module.merge and not module.one_row):
-            down = 1 if module.one_row else module.merge
+        if module.one_row and w < module.patches_per_token:
             raise DataError(
-                f"an image of {h} x {w} patches cannot be merged {down} x {module.merge}; resize it "
+                f"a sound of {w} rows makes no token, which takes {module.patches_per_token}; leave out what is shorter"
+            )
+        if not module.one_row and (w % module.merge or h % module.merge):
+            raise DataError(
+                f"an image of {h} x {w} patches cannot be merged {module.merge} x {module.merge}; resize it "
                 f"to multiples of {module.merge} patches"
             )
         rows = h * w + module.extra_rows

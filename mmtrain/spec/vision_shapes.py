@@ -13,6 +13,10 @@ from mmtrain.spec.model_configs import encoder_config
 from mmtrain.spec.shapes import check_divides, language_shape, section_name, single_size
 from mmtrain.spec.windows import Grid, Indices, feature_order, row_order
 
+ROW_FRAMES = 5
+"""Log-mel frames that the two convolutions of Whisper read for one row: from 2 r - 2 to 2 r + 2 for row r. They are the
+patch of a row where sounds of any length are packed."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionShape:
@@ -26,7 +30,7 @@ class VisionShape:
     num_heads: int
     mlp_width: int
     patch_dim: int
-    """Elements of one patch: channels x (time x) height x width."""
+    """Elements of one patch: channels x (time x) height x width; of sound mel bins x frames."""
     hidden_act: str
     qkv_bias: bool = True
     key_bias: bool = True
@@ -64,6 +68,10 @@ class VisionShape:
     """Patches (1, height, width) of every image; None for packed encoders."""
     one_row: bool = False
     """Whether an image is one row of patches, which are merged only along it: audio over time."""
+    max_rows: int = 0
+    """Of sound: rows of the longest clip, each of which has a position of its own."""
+    pool: int = 1
+    """Rows whose mean is one feature, before the final norm; the rows behind the last feature of a clip make none."""
     window: int = 0
     """Side of the attention windows in merged tokens; 0: the encoder has none."""
     full_blocks: tuple[int, ...] = ()
@@ -79,22 +87,47 @@ class VisionShape:
     """Spatial merge of the projector that is used."""
 
     @property
-    def patches_per_token(self) -> int:
-        """Patches that the projector joins to one token."""
+    def features_per_token(self) -> int:
+        """Features that the projector joins to one token."""
         return self.merge if self.one_row else self.merge**2
 
     @property
-    def fixed_tokens(self) -> int:
-        """Tokens of each image of an encoder of one image size."""
-        assert self.fixed_grid is not None
-        return math.prod(self.fixed_grid) // self.patches_per_token + self.keeps_class_token
+    def patches_per_token(self) -> int:
+        """Patches that become one token."""
+        return self.pool * self.features_per_token
+
+    @property
+    def mel_bins(self) -> int:
+        """Of sound: rows of its spectrogram."""
+        return self.patch_dim // (ROW_FRAMES if self.packed else 2)
+
+    @property
+    def first_convolutions(self) -> int:
+        """Of sound: outputs of the first convolution that are computed for one row. Those of packed rows overlap."""
+        return 3 if self.packed else 2
+
+    @property
+    def any_size(self) -> bool:
+        """Whether it reads images of any size."""
+        return self.packed and not self.one_row
+
+    @property
+    def full_grid(self) -> Grid:
+        """Patches of every image of an encoder of one image size, or of the longest sound."""
+        assert not self.any_size
+        return self.fixed_grid or (1, 1, self.max_rows)
+
+    @property
+    def full_tokens(self) -> int:
+        """Tokens of such an image or sound."""
+        return math.prod(self.full_grid) // self.patches_per_token + self.keeps_class_token
 
     @property
     def patches_per_output(self) -> float:
         """Patches of an image for each of its tokens, one of which may be the class token."""
         if not self.keeps_class_token:
             return self.patches_per_token
-        return 1 - 1 / self.fixed_tokens
+        return 1 - 1 / self.full_tokens
 
     def row_order(self, grids: Sequence[Grid]) -> Indices:
         """[R] int64: the packed patch of each row, see `windows.row_order`. Args: grids: patches of each image."""
@@ -243,21 +276,37 @@ def _audio(values: dict[str, Any], where: str, merge: int) -> VisionShape:
         )
     if values["d_model"] % 2:
         raise ConfigError(f"{where}: d_model = {values['d_model']}; sines and cosines of positions need an even one")
+    return _audio_tower(values, packed=False, fixed_grid=(1, 1, frames), merge=merge)
+
+
+def _packed_audio(values: dict[str, Any], where: str, merge: int) -> VisionShape:
+    """The Qwen2-Audio encoder, of whose spectrograms only the rows of the sound itself are run and packed."""
+    if merge > 1:
+        raise ConfigError(
+            f"model.projector.spatial_merge = {merge}, but {where} makes one feature of two rows itself; set "
+            "spatial_merge = 1"
+        )
+    return _audio_tower(values, packed=True, pool=2, merge=merge)
+
+
+def _audio_tower(values: dict[str, Any], *, packed: bool, **flags: Any) -> VisionShape:
+    """An encoder of Whisper's shape. Args: flags: fields of the shape that its config does not say."""
     return VisionShape(
         model_type=values["model_type"],
         width=values["d_model"],
         depth=values["encoder_layers"],
         num_heads=values["encoder_attention_heads"],
         mlp_width=values["encoder_ffn_dim"],
-        patch_dim=2 * values["num_mel_bins"],  # the second convolution halves the frames
+        # The second convolution halves the frames.
+        patch_dim=(ROW_FRAMES if packed else 2) * values["num_mel_bins"],
         hidden_act=values["activation_function"],
         key_bias=False,
         patch_size=1,
-        packed=False,
+        packed=packed,
         final_norm=True,
-        fixed_grid=(1, 1, frames),
         one_row=True,
-        merge=merge,
+        max_rows=values["max_source_positions"],
+        **flags,
     )
 
 
@@ -270,6 +319,7 @@ _SHAPES: Mapping[str, Callable[[dict[str, Any], str, int], VisionShape]] = {
     "clip_vision_model": _fixed_size,
     "vit": _fixed_size,
     "whisper_encoder": _audio,
+    "qwen2_audio_encoder": _packed_audio,
 }
 """Family -> (complete config, name of the section in errors, spatial merge) -> shape."""
 
@@ -291,6 +341,11 @@ def _with_selected_features(
         raise ConfigError(
             f'{name}.feature_layer = {layer}, but its projector of kind "native" reads the output of the last '
             'block; remove it, or use kind = "mlp"'
+        )
+    if layer and shape.pool > 1:
+        raise ConfigError(
+            f"{name}.feature_layer = {layer}, but {where} ({shape.model_type}) makes its features of rows behind its "
+            "last block; remove it"
         )
     if select == "default" and not shape.class_token:
         raise ConfigError(

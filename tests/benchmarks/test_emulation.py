@@ -1,5 +1,6 @@
 """Emulated devices: what the real runtime executes takes, in virtual time, exactly as long as simulated."""
 
+import itertools
 import random
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from mmtrain.schedule.action import BRAID, COMPUTE, SENDS, Action, Kind
 from mmtrain.schedule.chain import plain_chain
 from mmtrain.schedule.graph import ModuleStages, Work
 from mmtrain.schedule.library.catalogue import CATALOGUE, Placement, Schedule
+from mmtrain.schedule.library.names import EAGER_SCHEDULES
 from mmtrain.schedule.passes.lower import Program, lower
 from mmtrain.schedule.passes.offload import offload
 from mmtrain.schedule.plan import Plan, check
@@ -46,6 +48,8 @@ IMAGES = (2, 0, 3, 1, 0, 4)
 """Vision works of each microbatch."""
 MESSAGE_BYTES = 4096.0
 """Of the largest message; the others in proportion."""
+PLACED_CHOICES = ((5, 3), (4, 4), (3, 5)), (False, True), ("1F1B", "ZB-H1", "ZB-AutoSchedule", "interleave")
+"""Ranks of vision and language, whether images are deferred, schedules."""
 BRAIDED = ("STP", "STP-lean", "DualPipeV")
 RECIPES = {
     "recipe, split": Recipe(in_flight=2 * RANKS, until="W", split_backward=True, overrides={1: Rule(first="forward")}),
@@ -125,6 +129,41 @@ def two_modules(
         output_bytes=[[rng.uniform(0, 900.0) for _ in row] for row in cost_index],
         p2p=P2P(latency_s=0.03, bytes_per_s=2000.0),
         memory_limit_bytes=[60.0] * RANKS if options > 1 else None,
+    )
+
+
+def apart(vision: int, language: int, *, deferral: bool) -> PlanningProblem:
+    """Vision and language on ranks of their own, no two works or stages alike.
+
+    Args: deferral: some images of every other microbatch are for the next one.
+    """
+    rng = random.Random(11)
+    works: list[Work] = []
+    early: tuple[int, ...] = ()
+    for m, count in enumerate(IMAGES):
+        first = len(works)
+        works += [Work(module=0, microbatch=m, sub_microbatch=i) for i in range(count)]
+        ahead = range(len(works) - count // 2, len(works)) if deferral and m % 2 == 0 else range(0)
+        kept = tuple(w for w in range(first, len(works)) if w not in ahead)
+        works.append(Work(module=1, microbatch=m, sub_microbatch=0, after=(*early, *kept)))
+        early = tuple(ahead)
+    depth = (vision, language)
+    cost_index, costs = [], []
+    for work in works:
+        cost_index.append([len(costs) + k for k in range(depth[work.module])])
+        costs += [_options(rng, True, 1) for _ in range(depth[work.module])]
+    return PlanningProblem.build(
+        num_ranks=vision + language,
+        modules=[
+            ModuleStages(name="vision", stages=tuple(range(vision))),
+            ModuleStages(name="language", stages=tuple(range(vision, vision + language))),
+        ],
+        stage_rank=[*range(vision + language)],
+        works=works,
+        costs=costs,
+        cost_index=cost_index,
+        output_bytes=[[rng.uniform(0, 900.0) for _ in row] for row in cost_index],
+        p2p=P2P(latency_s=0.03, bytes_per_s=2000.0),
     )
 
 
@@ -224,6 +263,22 @@ def planned_cases() -> dict[str, Case]:
     return found
 
 
+def placed_name(ranks: tuple[int, int], deferral: bool, schedule: str) -> str:
+    return f"{ranks[0]}:{ranks[1]}, {schedule}{', deferred' * deferral}"
+
+
+def placed_cases() -> dict[str, Case]:
+    """Modules on ranks of their own, as many as they need, with deferred images and without."""
+    found = {}
+    for ranks, deferral, schedule in itertools.product(*PLACED_CHOICES):
+        problem = apart(*ranks, deferral=deferral)
+        assert bool(problem.graph.deferred) == deferral
+        plan = CATALOGUE[schedule].eager(int(deferral and schedule in EAGER_SCHEDULES)).make(problem)
+        check(plan, problem)
+        found[placed_name(ranks, deferral, schedule)] = Case(problem=problem, plan=plan)
+    return found
+
+
 def replace_backward(problem: PlanningProblem) -> PlanningProblem:
     """The problem without any backward, as in validation."""
     costs = tuple(
@@ -274,6 +329,7 @@ PLANNED = [
     "drawn 0", "drawn 1", "drawn 2", "vlm_s, searched", "vlm_s, interleave", "t2v_s, searched", "t2v_s, interleave",
     "forward only",
 ]  # fmt: skip
+PLACED = [placed_name(*choice) for choice in itertools.product(*PLACED_CHOICES)]
 FAULTY = ["another order", "another duration", "a late message"]
 
 
@@ -283,7 +339,8 @@ def message_scale(problem: PlanningProblem) -> float:
 
 
 def run_cases(rank: int, cases: dict[str, Case]) -> dict[str, Executed]:
-    mesh = build_mesh(MeshShape(pp=RANKS), torch.device("cpu"))
+    (num_ranks,) = {case.problem.graph.num_ranks for case in cases.values()}
+    mesh = build_mesh(MeshShape(pp=num_ranks), torch.device("cpu"))
     found = {}
     for name, case in cases.items():
         runtime = EmulatedRuntime(case.problem, mesh, VirtualClock(), message_scale=message_scale(case.problem))
@@ -298,18 +355,20 @@ def run_cases(rank: int, cases: dict[str, Case]) -> dict[str, Executed]:
 
 @pytest.fixture(scope="module")
 def executions() -> dict[str, tuple[Case, list[Executed]]]:
-    """All cases, run on one set of ranks."""
-    cases = named_cases() | planned_cases() | faulty_cases()
-    assert [*cases] == NAMED + PLANNED + FAULTY
-    answers = run_ranks(run_cases, RANKS, cases)
-    return {name: (case, [answer[name] for answer in answers]) for name, case in cases.items()}
+    """All cases, those of equally many ranks run on one set of them."""
+    found = {}
+    for cases in (named_cases() | planned_cases() | faulty_cases(), placed_cases()):
+        answers = run_ranks(run_cases, next(iter(cases.values())).problem.graph.num_ranks, cases)
+        found |= {name: (case, [answer[name] for answer in answers]) for name, case in cases.items()}
+    assert [*found] == NAMED + PLANNED + FAULTY + PLACED
+    return found
 
 
 # --------------------------------------------------------------------------------------------- tests
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", NAMED + PLANNED)
+@pytest.mark.parametrize("name", NAMED + PLANNED + PLACED)
 def test_the_executed_timeline_is_the_simulated_one(name, executions):
     """Start and end of every action, to the bit: the same numbers are added in the same order."""
     case, ranks = executions[name]
@@ -320,7 +379,7 @@ def test_the_executed_timeline_is_the_simulated_one(name, executions):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", NAMED + PLANNED)
+@pytest.mark.parametrize("name", NAMED + PLANNED + PLACED)
 def test_every_loss_and_gradient_came_through(name, executions):
     case, ranks = executions[name]
     graph = case.problem.graph

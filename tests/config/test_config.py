@@ -503,3 +503,15 @@ def test_a_list_of_feature_layers_is_refused(load):
         ConfigError, match=r"model.encoder.feature_layer = \[-2, -3\] is an array; it must be an integer"
     ):
         load(BASE, encoder, "--model.encoder.feature_layer=[-2, -3]")
+
+
+def test_forwards_ahead_need_a_schedule_with_a_rule_and_an_encoder(load):
+    encoder = '[model.encoder]\nconfig = { model_type = "qwen2_vl_vision" }\n'
+    warm = "--parallelism.pipeline_parallel_schedule=ZB-H1"
+    assert load(encoder + BASE, warm, "--planner.eager_forwards=2").planner.eager_forwards == 2
+    with pytest.raises(ConfigError, match=r"eager_forwards = 1, but the model has one module"):
+        load(BASE, warm, "--planner.eager_forwards=1")
+    for schedule in ("GPipe", "ZBV", "interleave", "recipe.py"):
+        said = rf'eager_forwards = 1 with .*pipeline_parallel_schedule = "{schedule}", which has no number'
+        with pytest.raises(ConfigError, match=said):
+            load(encoder + BASE, "--planner.eager_forwards=1", f"--parallelism.pipeline_parallel_schedule={schedule}")

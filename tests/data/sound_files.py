@@ -55,11 +55,16 @@ VIT |= {"intermediate_size": 32, "image_size": 32, "patch_size": 8}
 """Images of 4 tokens."""
 
 
-def hearing(config: Config, folder: Path, *, vision: bool = True) -> Config:
-    """The job with the further encoders `audio` and `maps`, and a tokenizer with tokens for them in `folder`."""
+def save_hearing_tokenizer(folder: Path) -> None:
+    """Writes the default tokenizer with the tokens of the encoders `audio` and `maps`: 450 entries."""
     tokenizer = load_tokenizer(TokenizerConfig())
     tokenizer.add_special_tokens({"additional_special_tokens": ["<audio>", "<maps>"]})
-    tokenizer.save_pretrained(folder / "tokenizer")
+    tokenizer.save_pretrained(folder)
+
+
+def hearing(config: Config, folder: Path, *, vision: bool = True) -> Config:
+    """The job with the further encoders `audio` and `maps`, and a tokenizer with tokens for them in `folder`."""
+    save_hearing_tokenizer(folder / "tokenizer")
     projector = ProjectorConfig(spatial_merge=2)
     modules = {
         "audio": EncoderConfig(kind="audio", config=dict(WHISPER), projector=projector),

@@ -1,6 +1,7 @@
 """The forms of a conversation, each as people have it, and the examples of docs/data.md."""
 
 import base64
+import dataclasses
 import json
 import re
 import sys
@@ -11,15 +12,17 @@ import pytest
 
 from mmtrain.config.data import DataConfig, TokenizerConfig
 from mmtrain.data.conversation_records import CONVERSATIONS, FORMS, Record, conversation_form
-from mmtrain.data.media_readers import vision_readers
+from mmtrain.data.media_readers import SoundReader, vision_readers
 from mmtrain.data.pixels import pixel_rules
 from mmtrain.data.processor import Document, Processor
 from mmtrain.data.sources import open_source
 from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.errors import ConfigError, DataError
 from mmtrain.modality.geometry import image_geometry
+from mmtrain.modality.sounds import SoundRules
 from mmtrain.modality.videos import VideoRules
 from tests.data.samples import QWEN, png
+from tests.data.sound_files import tone, wav
 from tests.guides import DOCS, blocks
 
 TURNS = [{"from": "human", "value": "<image>What colour?"}, {"from": "gpt", "value": "red"}]
@@ -32,22 +35,29 @@ TEXT = {"type": "text", "text": "What colour?"}
 def processor() -> Processor:
     geometry = image_geometry(QWEN, spatial_merge=2, min_pixels=0, max_pixels=28 * 28 * 16)
     tokenizer = load_tokenizer(TokenizerConfig())
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|video_pad|>"]})
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|video_pad|>", "<audio>"]})
     limits = {"min_frames": 4, "max_frames": 8, "min_pixels": geometry.min_pixels, "max_pixels": geometry.max_pixels}
     videos = VideoRules(patches=geometry, fps=2.0, **limits)
     rules = pixel_rules("qwen2_vl")
     readers = vision_readers(
         TokenizerConfig(), geometry, rules, DataConfig(source="x"), videos, vocabulary=tokenizer.get_vocab()
     )
-    return Processor(tokenizer, readers)
+    sounds = SoundReader(
+        token="<audio>",
+        module="audio",
+        rules=SoundRules(mel_bins=80, window_rows=50, merge=2),
+        data=DataConfig(source="x"),
+    )
+    return Processor(tokenizer, dataclasses.replace(readers, of_kind={**readers.of_kind, "audio": sounds}))
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with the images, and the folder of frames, that the examples name."""
+    """A folder with the images, the sound, and the folder of frames, that the examples name."""
     for name in ("images", "walk"):
         (tmp_path / name).mkdir()
     (tmp_path / "walk" / "0.png").write_bytes(png(56, 56))
+    (tmp_path / "beep.wav").write_bytes(wav(tone()))
     for index in range(2):
         (tmp_path / "images" / f"{index}.png").write_bytes(png(56 + 28 * index, 56))
     return tmp_path

@@ -184,7 +184,7 @@ def test_a_model_without_encoder_takes_text_alone() -> None:
     readers = vision_readers(TokenizerConfig(), None, None, DataConfig(source="x"), vocabulary={})
     processor = Processor(load_tokenizer(TokenizerConfig()), readers)
     assert processor.document(record("Hi", "yes")).meta.images == ()
-    with pytest.raises(DataError, match="1 images, but the model has no encoder"):
+    with pytest.raises(DataError, match="1 images, but the model has no encoder of images; add"):
         processor.document(record("<image>", "yes", images=1))
 
 

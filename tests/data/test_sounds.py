@@ -47,7 +47,7 @@ def test_mel_filters_are_those_of_the_extractor(mel_bins: int) -> None:
     [(80, 30, 1.3), (128, 30, 30.0), (80, 2, 2.0), (128, 1, 0.3), (80, 2, 0.001), (80, 2, 5.1)],
 )
 def test_spectrograms_are_those_of_the_extractor(mel_bins: int, seconds: int, length: float) -> None:
-    """Equal but for rounding: the largest difference that was measured is 4e-6, of values between -1 and 2."""
+    """Equal but for rounding: no difference was measured, of values between -1 and 2."""
     rules = SoundRules(mel_bins=mel_bins, window_rows=50 * seconds, merge=2)
     samples = (tone(500, length) + 0.2 * noise(round(16_000 * length))).astype(np.float32)
     extractor = WhisperFeatureExtractor(feature_size=mel_bins, chunk_length=seconds)
@@ -58,7 +58,7 @@ def test_spectrograms_are_those_of_the_extractor(mel_bins: int, seconds: int, le
         piece = samples[number * size : (number + 1) * size]
         theirs = extractor(piece, sampling_rate=16_000, return_tensors="pt")["input_features"]
         assert window.dtype == torch.float32
-        torch.testing.assert_close(window, theirs, rtol=0, atol=2e-5)
+        torch.testing.assert_close(window, theirs, rtol=0, atol=1e-5)
 
 
 def test_silence_has_a_spectrogram() -> None:
@@ -72,12 +72,12 @@ def test_silence_has_a_spectrogram() -> None:
 
 @pytest.mark.parametrize("rate", [8000, 11_025, 22_050, 44_100, 48_000])
 def test_a_tone_is_the_same_at_every_rate(rate: int) -> None:
-    """Away from the ends the error is at most 3e-4 of the tone's amplitude 0.5 (measured)."""
+    """Away from the ends the largest error that was measured is 8e-4, of a tone of amplitude 0.5."""
     source = tone(440, 0.5, rate)
     resampled = heard(opened(wav(source, rate)), WHISPER)
     assert len(resampled) == WHISPER.resampled(len(source), rate)
     inner = slice(1000, 7000)
-    np.testing.assert_allclose(resampled[inner], tone(440, 0.5)[inner], atol=1e-3)
+    np.testing.assert_allclose(resampled[inner], tone(440, 0.5)[inner], atol=1.5e-3)
 
 
 def test_what_the_encoder_cannot_hear_is_removed() -> None:
@@ -241,8 +241,8 @@ def test_arrays_and_files_are_the_same_sound(tmp_path: Path) -> None:
     [
         ({"array": [0.0]}, "audio 0: `sampling_rate` = None; write the samples a second"),
         ({"array": [0.0], "sampling_rate": 0}, "audio 0: `sampling_rate` = 0; write"),
-        ({"array": ["a"], "sampling_rate": 8000}, "audio 0: its `array` is no list of numbers"),
-        ({"array": [[[0.0]]], "sampling_rate": 8000}, "audio 0: its `array` is no list of numbers"),
+        ({"array": ["a"], "sampling_rate": 8000}, "audio 0: its `array` has another form; write a list"),
+        ({"array": [[[0.0]]], "sampling_rate": 8000}, "audio 0: its `array` has another form"),
         (7, "audio 0: a int; it must be a path, a data: URL, or bytes"),
         ({}, "audio 0: it has neither bytes nor a path"),
     ],

@@ -49,7 +49,7 @@ def test_sizes_are_those_that_plans_count():
     rules, shape = sound_rules(model, "audio"), vision_shape(model, "audio")
     assert (rules.mel_bins, rules.window_rows, rules.merge) == (10, 12, 2)
     assert (1, 1, rules.num_rows(1)) == shape.fixed_grid
-    assert rules.num_tokens(rules.num_rows(1)) == shape.fixed_tokens == 6
+    assert rules.num_tokens(rules.num_rows(1)) == shape.full_tokens == 6
 
 
 def test_kinds_of_content_and_their_encoders():

@@ -81,6 +81,15 @@ ENCODERS = {
         "num_mel_bins": 10,
         "max_source_positions": 12,
     },
+    "qwen2_audio": {
+        "model_type": "qwen2_audio_encoder",
+        "d_model": 32,
+        "encoder_ffn_dim": 48,
+        "encoder_layers": 3,
+        "encoder_attention_heads": 2,
+        "num_mel_bins": 10,
+        "max_source_positions": 12,
+    },
 }
 _LANGUAGE = {
     "vocab_size": 96,
@@ -131,6 +140,8 @@ VISION_MODELS = [
     ("vision", {"encoder": "vit"}),
     ("vision", {"encoder": "vit", "encoder_config": {"qkv_bias": False}}),
     ("vision", {"encoder": "whisper", "projector": {"spatial_merge": 3}}),
+    ("vision", {"encoder": "qwen2_audio", "projector": {"kind": "linear"}}),
+    ("vision", {"encoder": "qwen2_audio", "projector": {"spatial_merge": 1}}),
 ]
 """What `tiny_model` makes a model with each kind of vision module of."""
 

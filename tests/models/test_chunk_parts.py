@@ -135,7 +135,7 @@ def test_without_images_no_layer_runs_and_the_graph_stays_whole(tiny, encoder):
 
 def test_parts_that_do_not_fit(tiny):
     (packed,) = build(tiny.model("qwen2_vl"), "vision")
-    with pytest.raises(DataError, match=r"a part 0\.\.6 of 16 rows was asked for; it must be multiples of 4"):
+    with pytest.raises(DataError, match=r"a part 0\.\.6 of 16 rows was asked for; it must be whole features of 4 rows"):
         packed(torch.zeros(6, 96), grids=((1, 4, 4),), part=(0, 6))
     with pytest.raises(DataError, match=r"a part 8\.\.20 of 16 rows"):
         packed(torch.zeros(12, 96), grids=((1, 4, 4),), part=(8, 20))

@@ -130,7 +130,7 @@ def test_a_projector_of_another_kind_is_refused(tmp_path):
     save_llava("clip, llama", tmp_path)
     model = job_model(tmp_path)
     projector = dataclasses.replace(model.projector, kind="mlp")
-    with pytest.raises(ConfigError, match=r'a LLaVA model, whose projector is not of kind "mlp"; set kind = "llava"'):
+    with pytest.raises(ConfigError, match=r'a llava model, whose projector is not of kind "mlp"; set kind = "llava"'):
         model_spec(dataclasses.replace(model, projector=projector))
 
 

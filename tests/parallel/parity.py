@@ -30,11 +30,14 @@ from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.memory.options import MemoryChoices
 from mmtrain.planner.partition.choice import partition_of
 from mmtrain.planner.partition.partition import partition
+from mmtrain.planner.search.search import SearchOptions, search
 from mmtrain.schedule.action import BRAID, Braid, Kind
-from mmtrain.schedule.library.catalogue import CATALOGUE, Placement
+from mmtrain.schedule.library.catalogue import CATALOGUE, Placement, Schedule
 from mmtrain.schedule.passes.lower import lower
 from mmtrain.schedule.passes.split import split_backwards
+from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.plan import check as check_plan
+from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.transport import check_transport
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.memory_strategies import BlockMemory, StageMemory
@@ -49,6 +52,16 @@ NO_IMAGE = [[[0, 0], [0]], [[0], [0]]]
 KEEP_ALL = ActivationCheckpointConfig()
 
 
+def searched(problem: PlanningProblem) -> Plan:
+    """The plan of a short search."""
+    plan = search(problem, SearchOptions(budget_evaluations=100, seed=1)).plan
+    assert plan is not None
+    return plan
+
+
+SCHEDULES = CATALOGUE | {"searched": Schedule(idea="", make=searched, splits_backward=True)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A model, its data, and how it is run."""
@@ -56,8 +69,8 @@ class Case:
     model: ModelConfig
     images: list = dataclasses.field(default_factory=lambda: MIXED)
     runs: tuple[tuple, ...] = (("interleave", 1),)
-    """(schedule, images in a vision work) of each step; with a third entry, backwards are split, and W comes that
-    many actions after I; with a fourth, every so many backwards only."""
+    """(schedule, images in a vision work) of each step; the schedule `searched` is a short search. With a third entry,
+    backwards are split, and W comes that many actions after I; with a fourth, every so many backwards only."""
     placement: Placement = "loop"
     partition: str = ""
     """How the config says that modules are cut; empty: by DIP's rule where the model leaves it open."""
@@ -216,7 +229,7 @@ def run_case(mesh, case, submesh, parts):
         schedule, size, *delay = run
         planner = IterationPlanner(
             spec=spec, partition=parts, section=PLANNER,
-            costs=FlopsCosts.of(PLANNER, shares=submesh.size), schedule=CATALOGUE[schedule], sub_microbatch_size=size,
+            costs=FlopsCosts.of(PLANNER, shares=submesh.size), schedule=SCHEDULES[schedule], sub_microbatch_size=size,
             sharded=uses_fsdp(mesh.shape, case.training, data_encoder=submesh.data_encoder),
             regathered=case.regathered, submesh=submesh, check_plans=True,
             memory=MemoryChoices(section=case.recompute),

@@ -92,6 +92,46 @@ def two_modules(
     )
 
 
+def in_pairs(
+    ranks: tuple[int, int],
+    num_microbatches: int,
+    share: float = 0.5,
+    *,
+    memory_limit_bytes: Sequence[float | None] | None = None,
+) -> PlanningProblem:
+    """Vision and language on ranks of their own, with equal work in each microbatch on each of them: F 1 s, B 2 s.
+
+    Args: ranks: of vision and language. share: of the images of every other microbatch, which the next one reads.
+    """
+    works: list[Work] = []
+    costs = [[option()], [option(1 - share, 2 * (1 - share), 1 - share)], [option(share, 2 * share, share)]]
+    cost_index: list[list[int]] = []
+    early: tuple[int, ...] = ()
+    for m in range(num_microbatches):
+        first, parts = len(works), [1, 2] if share and m % 2 == 0 else [0]
+        for sub, cost in enumerate(parts):
+            works.append(Work(module=0, microbatch=m, sub_microbatch=sub))
+            cost_index.append([cost] * ranks[0])
+        works.append(Work(module=1, microbatch=m, sub_microbatch=0, after=(*early, first)))
+        cost_index.append([0] * ranks[1])
+        early = (first + 1,) if len(parts) > 1 else ()
+    total = sum(ranks)
+    return PlanningProblem.build(
+        num_ranks=total,
+        modules=[
+            ModuleStages(name="vision", stages=tuple(range(ranks[0]))),
+            ModuleStages(name="language", stages=tuple(range(ranks[0], total))),
+        ],
+        stage_rank=range(total),
+        works=works,
+        costs=costs,
+        cost_index=cost_index,
+        output_bytes=[[0.0] * len(row) for row in cost_index],
+        p2p=NO_P2P,
+        memory_limit_bytes=memory_limit_bytes,
+    )
+
+
 def as_units(problem: PlanningProblem, *, share: float = 0.4, contention: float = 0.25) -> PlanningProblem:
     """The problem with a share of F and of I as exchanges of layers that run as units."""
     costs = (

@@ -47,7 +47,9 @@ def inputs(model, spec, module, layer, dtype):
     else:
         shape = (2, 3, 32, 32)
         grids = ((1, 4, 4),) * 2
-        if model.encoder.config["model_type"].startswith("qwen"):
+        if model.encoder.config["model_type"] == "qwen2_audio_encoder":
+            shape, grids = (18, 50), ((1, 1, 12), (1, 1, 6))
+        elif model.encoder.config["model_type"].startswith("qwen"):
             grids = ((1, 4, 4), (1, 4, 6))
             shape = (sum(t * h * w for t, h, w in grids), 96)
         elif model.encoder.config["model_type"] == "siglip2_vision_model":
@@ -58,7 +60,9 @@ def inputs(model, spec, module, layer, dtype):
         size = images_work(spec.module("vision"), grids)
         first = torch.randn(shape, generator=generator)
         width = 32
-    rows = size.rows * (1 + spec.module(module).num_carried(layer - 1))
+    layers = spec.module(module).layers
+    arriving = size.outputs if layer and layers[layer - 1].output_rows == "outputs" else size.rows
+    rows = arriving * (1 + spec.module(module).num_carried(layer - 1))
     x = first if layer == 0 else torch.randn(rows, width, generator=generator, dtype=dtype).requires_grad_()
     return x.to(dtype) if x.is_floating_point() and layer == 0 else x, kwargs, size
 

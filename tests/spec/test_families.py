@@ -236,5 +236,5 @@ def test_an_unknown_whole_model_is_refused_with_the_known_ones(tmp_path, model_t
     shown = f'"{model_type}"' if model_type else "None"
     assert str(found.value).endswith(
         f"is a whole model with model_type = {shown}; supported whole models are qwen2_vl, qwen2_5_vl, qwen3_vl, "
-        "llava. Name one of them, or a language model by itself"
+        "llava, qwen2_audio. Name one of them, or a language model by itself"
     )

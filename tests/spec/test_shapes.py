@@ -93,7 +93,7 @@ def with_features(encoder, projector="llava", **features) -> ModelConfig:
 )
 def test_features_that_the_projector_reads(encoder, features, depth, final_norm, tokens):
     shape = vision_shape(with_features(encoder, **features))
-    assert (shape.depth, shape.final_norm, shape.fixed_tokens) == (depth, final_norm, tokens)
+    assert (shape.depth, shape.final_norm, shape.full_tokens) == (depth, final_norm, tokens)
     layers = model_spec(with_features(encoder, **features)).module("vision").layers
     assert sum(layer.is_block for layer in layers) == depth
     assert [layer.name for layer in layers].count("norm") == final_norm

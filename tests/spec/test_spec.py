@@ -96,8 +96,19 @@ def test_work_inside_of_windows():
 def test_sound_is_merged_along_time():
     module = ModuleSpec(name="vision", layers=(), merge=4, one_row=True)
     assert images_work(module, [(1, 1, 12)]) == WorkSize(rows=12, pairs=144, outputs=3)
-    with pytest.raises(DataError, match="1 x 13 patches cannot be merged 1 x 4"):
-        images_work(module, [(1, 1, 13)])
+    assert images_work(module, [(1, 1, 15)]) == WorkSize(rows=15, pairs=225, outputs=3)
+    with pytest.raises(DataError, match="a sound of 3 rows makes no token, which takes 4; leave out what is shorter"):
+        images_work(module, [(1, 1, 3)])
+
+
+def test_rows_of_sounds_are_cut_where_a_feature_begins():
+    """The rows behind the last feature of a sound go with it."""
+    module, grids = ModuleSpec(name="audio", layers=(), one_row=True, pool=2), [(1, 1, 5), (1, 1, 4), (1, 1, 3)]
+    assert images_work(module, grids) == WorkSize(rows=12, pairs=25 + 16 + 9, outputs=2 + 2 + 1)
+    assert module.feature_rows(grids).tolist() == [0, 2, 5, 7, 9, 12]
+    assert (module.row_order(grids).tolist(), module.feature_order(grids).tolist()) == (list(range(12)), list(range(5)))
+    images = ModuleSpec(name="vision", layers=(), merge=2)
+    assert images.feature_rows([(1, 2, 4), (1, 2, 2)]).tolist() == [0, 4, 8, 12]
 
 
 def test_products_behind_products_have_an_input_gradient():

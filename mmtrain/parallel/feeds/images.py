@@ -35,7 +35,7 @@ class ImagesFeed:
             kwargs |= {"part": part.rows, "gather": self._gather(work)}
         if not first:
             return (), kwargs
-        own = self._own(self._layout.works[work].work.microbatch)
+        own = self._own(item.owner)
         pixels = [own[self._first[work] + i] for i in part.images]
         x = torch.cat(pixels) if pixels else torch.empty(0)
         if part.rows is not None and pixels:

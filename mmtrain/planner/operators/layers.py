@@ -29,7 +29,7 @@ from mmtrain.planner.operators.exchanges import (
     sum_whole,
     use_for_parts,
 )
-from mmtrain.planner.operators.functions import add, bundle, concat, replace_rows, reshape, select, split
+from mmtrain.planner.operators.functions import add, bundle, concat, mean_rows, replace_rows, reshape, select, split
 from mmtrain.planner.operators.graph import DeviceKind, Graph, Operator, OpKind
 from mmtrain.planner.operators.modules import (
     AddRow,
@@ -140,9 +140,9 @@ class _Builder:
         """An activation of the layer before."""
         return self.tape.input(name, rows=rows, columns=self.width, needs_grad=self.input_grad)
 
-    def _between(self, name: str = "x") -> Var:
-        """The activation of the layer before: this rank's rows."""
-        return self._input(name, self.rows * (1 / self.row_parts))
+    def _between(self, name: str = "x", rows: Rates | None = None) -> Var:
+        """The activation of the layer before: this rank's rows. Args: rows: of all tp ranks; None: of the work."""
+        return self._input(name, (rows or self.rows) * (1 / self.row_parts))
 
     def _gathered(self, name: str, x: Var) -> Var:
         return self.between.gather_for_parts(f"{name}.gather", self.tp, self.link)(x)
@@ -213,7 +213,7 @@ class _Layer(_Builder):
         if self.layer.is_block:
             return self._block()
         if name == "norm":
-            return self._norm("norm", shape.width)(self._between())
+            return self._norm("norm", shape.width)(self._pooled(self._between()))
         if isinstance(shape, LanguageShape):
             return self._embed_tokens(shape) if name == "embed" else self._head(shape)
         if name == "embed":
@@ -224,6 +224,13 @@ class _Layer(_Builder):
         shape = self.shape
         rms = isinstance(shape, LanguageShape) or (shape.rms_norm and self.layer.is_block)
         return Norm(name, columns, rms=rms, trainable=self.trainable)
+
+    def _pooled(self, x: Var) -> Var:
+        """The mean of each few rows, where an encoder makes one feature of them."""
+        if isinstance(self.shape, LanguageShape) or self.shape.pool == 1:
+            return x
+        x = self.between.gather("pool.rows", self.tp, self.link)(x)
+        return self.between.shard("pool.shard", self.tp, self.link)(mean_rows("pool", x, self.outputs))
 
     # ----------------------------------------------------------------------------------------- blocks
 
@@ -299,27 +306,33 @@ class _Layer(_Builder):
         return self.between.shard("rows", self.tp, self.link)(x)
 
     def _embed_audio(self, shape: VisionShape) -> Var:
-        assert shape.fixed_grid is not None
-        D, trainable = shape.width, self.trainable
-        x = self.tape.input("frames", rows=self.rows * 2, columns=shape.patch_dim / 2)
-        x = Convolution("conv1", shape.patch_dim / 2, D, taps=3, bias=True, trainable=trainable)(x)
+        D, M, firsts, trainable = shape.width, shape.mel_bins, shape.first_convolutions, self.trainable
+        x = self.tape.input("frames", rows=self.rows * firsts, columns=shape.patch_dim / firsts)
+        x = Convolution("conv1", M, D, taps=3, bias=True, trainable=trainable)(x)
         x = activation("conv1.activation", "gelu")(x)
-        x = Convolution("conv2", D, D, taps=3, stride=2, bias=True, trainable=trainable)(x)
+        x = Convolution("conv2", D, D, taps=3, stride=firsts, bias=True, trainable=trainable)(x)
         x = activation("conv2.activation", "gelu")(x)
-        x = AddRow("positions", shape.fixed_grid[2] * D, trainable=False)(x)
+        x = AddRow("positions", shape.max_rows * D, trainable=False)(x)
         return self.between.shard("rows", self.tp, self.link)(x)
 
     def _projector(self, shape: VisionShape) -> Var:
         projection = self.of.projection
         assert projection is not None
-        D, merged = shape.width, shape.width * shape.patches_per_token
-        x = self.between.gather("projector.rows", self.tp, self.link)(self._between())
-        x = reshape(x, rows=self.outputs * shape.patches_per_token, columns=D)  # without dropped class tokens
-        if projection.kind != "llava":
+        D, merged = shape.width, shape.width * shape.features_per_token
+        x = self._between(rows=self.rows if shape.pool == 1 else self.outputs)
+        x = self.between.gather("projector.rows", self.tp, self.link)(x)
+        x = reshape(x, rows=self.outputs * shape.features_per_token, columns=D)  # without dropped class tokens
+        if projection.kind in ("mlp", "native"):
             rms = projection.kind == "native" and shape.rms_norm
             x = Norm("projector.norm", D, rms=rms, trainable=self.trainable)(x)
         x = reshape(x, rows=self.outputs, columns=merged)
         inner, act = projection.width, projection.hidden_act
+        if not inner:
+            x = self._for_parts("projector", x)
+            x = self._linear("projector.linear", merged, projection.outputs / self.tp, bias=True)(x)
+            x = gather("projector.columns", self.tp, self.link)(x)
+            x = reshape(x, rows=self.outputs, columns=projection.outputs)
+            return self.between.shard("projector.shard", self.tp, self.link)(x)
         features = [self._two_linears("projector", ("fc1", "fc2"), x, merged, inner, projection.outputs, act)]
         for number, _ in enumerate(shape.taps):
             name = f"projector.tap{number}"

@@ -60,12 +60,24 @@ class Schedule:
     """[stage] -> rank of a chain of one module; empty: by `placement`."""
     refusal: str = ""
     """Why no job can run the schedule, as the rest of a sentence; empty: it can."""
+    make_eager: Callable[..., Plan] | None = None
+    """`make` with a further argument `eager`; None: it has none. See `names.EAGER_SCHEDULES`."""
     braids: bool = False
     """Whether its plans may have braids."""
     name: str = ""
     """In the catalogue, or of the file."""
     text: str = ""
     """Content of the file that it is from."""
+
+    def eager(self, count: int) -> "Schedule":
+        """The schedule with more forwards in flight on the ranks of encoders.
+
+        Args: count: of pairs, see `eager.with_eager`; above 0 only if there is `make_eager`.
+        """
+        if not count:
+            return self
+        assert self.make_eager is not None
+        return replace(self, make=partial(self.make_eager, eager=count))
 
     def separated(self) -> "Schedule":
         """The schedule with gradients separated."""
@@ -99,13 +111,22 @@ def _braided(make: Callable[[PlanningProblem], Plan], problem: PlanningProblem) 
 _SCHEDULES = {
     "GPipe": Schedule(idea="all forwards, then all backwards", make=gpipe),
     "1F1B": Schedule(
-        idea="one forward, one backward; with several chunks a rank, Megatron's interleaved order", make=one_f_one_b
+        idea="one forward, one backward; with several chunks a rank, Megatron's interleaved order",
+        make=one_f_one_b,
+        make_eager=one_f_one_b,
     ),
-    "Interleaved1F1B": Schedule(idea="1F1B with at least 2 chunks a rank", make=one_f_one_b, least_passes=2),
+    "Interleaved1F1B": Schedule(
+        idea="1F1B with at least 2 chunks a rank", make=one_f_one_b, least_passes=2, make_eager=one_f_one_b
+    ),
     "LoopedBFS": Schedule(idea="all forwards, then all backwards, chunk by chunk", make=looped_bfs, least_passes=2),
-    "ZB-H1": Schedule(idea="1F1B, weight gradients of rank r after r more pairs", make=zb_h1, splits_backward=True),
+    "ZB-H1": Schedule(
+        idea="1F1B, weight gradients of rank r after r more pairs", make=zb_h1, splits_backward=True, make_eager=zb_h1
+    ),
     "ZB-H2": Schedule(
-        idea="twice the forwards in flight, weight gradients after 2r pairs", make=zb_h2, splits_backward=True
+        idea="twice the forwards in flight, weight gradients after 2r pairs",
+        make=zb_h2,
+        splits_backward=True,
+        make_eager=zb_h2,
     ),
     "ZB-AutoSchedule": Schedule(
         idea="list scheduling by cost with split backwards, within memory limits",
@@ -114,7 +135,11 @@ _SCHEDULES = {
         keeps_memory_limits=True,
     ),
     "InterleavedZeroBubble": Schedule(
-        idea="ZB-H1 with at least 2 chunks a rank", make=interleaved_zero_bubble, least_passes=2, splits_backward=True
+        idea="ZB-H1 with at least 2 chunks a rank",
+        make=interleaved_zero_bubble,
+        least_passes=2,
+        splits_backward=True,
+        make_eager=interleaved_zero_bubble,
     ),
     "ZBV": Schedule(idea="down the ranks and back up", make=zbv, placement="v", splits_backward=True),
     "V-half": Schedule(

@@ -28,7 +28,7 @@ def greedy(problem: PlanningProblem) -> Plan:
 
 
 def components(graph: WorkGraph) -> list[int]:
-    """[work] -> number of its connected component of the graph, oldest microbatch first."""
+    """[work] -> number of its connected component of the graph, by the newest microbatch in it."""
     leader = list(range(len(graph.works)))
 
     def find(work: int) -> int:
@@ -39,11 +39,10 @@ def components(graph: WorkGraph) -> list[int]:
     for index in range(len(graph.works)):
         for other in graph.sources(index):
             leader[find(other)] = find(index)
-    oldest: dict[int, tuple[int, int]] = {}
+    newest: dict[int, int] = {}  # in the order of the first works
     for index, work in enumerate(graph.works):
-        age = (work.microbatch, index)
-        oldest[find(index)] = min(age, oldest.get(find(index), age))
-    number_of = {root: number for number, root in enumerate(sorted(oldest, key=oldest.__getitem__))}
+        newest[find(index)] = max(work.microbatch, newest.get(find(index), 0))
+    number_of = {root: number for number, root in enumerate(sorted(newest, key=newest.__getitem__))}
     return [number_of[find(index)] for index in range(len(graph.works))]
 
 

@@ -23,11 +23,7 @@ def choose_options(problem: PlanningProblem, component: Sequence[int]) -> dict[t
     fastest = dict.fromkeys(graph.nodes(), 0)
     if all(limit is None for limit in problem.held_limit_bytes):
         return fastest
-    smallest = {
-        node: min(range(len(options)), key=lambda i: (options[i].activation_bytes, i))
-        for node in graph.nodes()
-        for options in [problem.options(*node)]
-    }
+    smallest = _smallest(problem)
     oversize = {c for c, _ in _memory(problem, component, fastest).oversize()}
     chosen = {node: smallest[node] if component[node[1]] in oversize else 0 for node in fastest}
     memory = _memory(problem, component, chosen)
@@ -40,6 +36,23 @@ def choose_options(problem: PlanningProblem, component: Sequence[int]) -> dict[t
             "the limit, shorten the microbatch or use more ranks"
         )
     return chosen
+
+
+def oversize_groups(problem: PlanningProblem, group: Sequence[int]) -> set[int]:
+    """The groups of works that exceed a rank's memory limit alone, even with the options of least memory.
+
+    Args: group: [work] -> number of its group.
+    """
+    return {number for number, _ in _memory(problem, group, _smallest(problem)).oversize()}
+
+
+def _smallest(problem: PlanningProblem) -> dict[tuple[int, int], int]:
+    """(stage, work) -> the option of least memory."""
+    return {
+        node: min(range(len(options)), key=lambda i: (options[i].activation_bytes, i))
+        for node in problem.graph.nodes()
+        for options in [problem.options(*node)]
+    }
 
 
 def _memory(problem: PlanningProblem, component: Sequence[int], chosen: Mapping[tuple[int, int], int]) -> "Memory":

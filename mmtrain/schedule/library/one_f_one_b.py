@@ -17,9 +17,11 @@ backward wait for a forward whose missing inputs are being computed.
 import itertools
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 from mmtrain.schedule.action import Action, Kind
 from mmtrain.schedule.graph import WorkGraph, linear_extension
+from mmtrain.schedule.library.eager import with_eager
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.table import Table
@@ -28,23 +30,26 @@ Node = tuple[int, int]
 """(stage, work)."""
 
 
-def one_f_one_b(problem: PlanningProblem) -> Plan:
+def one_f_one_b(problem: PlanningProblem, *, eager: int = 0) -> Plan:
     """One forward, one backward; with several stages a rank, Megatron-LM's interleaved order.
 
     The bubble on a chain of V stages a rank is (P - 1)(F + I + W) / V, in seconds of all stages of a rank, with several
     stages if P divides M; at most P microbatches are held, with several stages P + (P - 1) / V. The order depends only
     on the work graph. Every (stage, work) takes its option 0; memory limits are ignored.
 
+    Args: eager: pairs more that ranks with encoders may have in flight, see `with_eager`.
     Source: PipeDream-Flush, arXiv:2006.09503, and Megatron-LM's interleaved schedule, arXiv:2104.04473, section 2.2.
     """
-    return Plan(problem.graph, alternate(problem.graph))
+    return with_eager(problem, eager, lambda extra: Plan(problem.graph, alternate(problem.graph, extra=extra)))
 
 
-def alternate(graph: WorkGraph, ahead: int | None = None) -> tuple[tuple[Action, ...], ...]:
+def alternate(graph: WorkGraph, ahead: int | None = None, extra: Sequence[int] = ()) -> tuple[tuple[Action, ...], ...]:
     """One order of F and B a rank: one forward, one backward, under the limit of pairs in flight.
 
-    Args: ahead: pairs that a rank may start before its first backward for each rank behind it; 1 or 2. None: as in
-        1F1B, 1 on a rank with one segment and 2 on a rank with several.
+    Args:
+        ahead: pairs that a rank may start before its first backward for each rank behind it; 1 or 2. None: as in 1F1B,
+            1 on a rank with one segment and 2 on a rank with several.
+        extra: [rank] -> pairs more that it may have in flight; empty: none.
     """
     items = graph.items
     together = joined(graph)
@@ -61,7 +66,10 @@ def alternate(graph: WorkGraph, ahead: int | None = None) -> tuple[tuple[Action,
         forwards=[items.item(Kind.F, *node) for node in forward_order(graph)],
         backwards=[items.item(Kind.B, *node) for node in backward_order(graph)],
         pair=[number[name] for name in names],
-        in_flight=[_limit(graph.num_ranks, rank, len(stages), ahead) for rank, stages in enumerate(trained)],
+        in_flight=[
+            _limit(graph.num_ranks, rank, len(stages), ahead) + (extra[rank] if extra else 0)
+            for rank, stages in enumerate(trained)
+        ],
         ticks=[tick // works[name] for name in names],
     ).run(graph)
 

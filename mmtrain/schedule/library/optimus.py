@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from mmtrain.schedule.action import Action, Kind
 from mmtrain.schedule.graph import WorkGraph
+from mmtrain.schedule.library.eager import encoders
 from mmtrain.schedule.library.one_f_one_b import alternate, backward_order, forward_order
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
@@ -19,11 +20,11 @@ def optimus(problem: PlanningProblem) -> Plan:
     Source: Feng et al., Optimus, arXiv:2408.03505, section 4 (coarse-grained bubble exploitation).
     """
     graph = problem.graph
-    encoders = {graph.works[other].module for work in range(len(graph.works)) for other in graph.sources(work)}
-    rest = [index for index, work in enumerate(graph.works) if work.module not in encoders]
+    modules = encoders(graph)
+    rest = [index for index, work in enumerate(graph.works) if work.module not in modules]
     middle = alternate(_without_inputs(graph, rest))
-    before = _orders(graph, Kind.F, [n for n in forward_order(graph) if graph.works[n[1]].module in encoders])
-    behind = _orders(graph, Kind.B, [n for n in backward_order(graph) if graph.works[n[1]].module in encoders])
+    before = _orders(graph, Kind.F, [n for n in forward_order(graph) if graph.works[n[1]].module in modules])
+    behind = _orders(graph, Kind.B, [n for n in backward_order(graph) if graph.works[n[1]].module in modules])
     return Plan(graph, tuple((*a, *b, *c) for a, b, c in zip(before, middle, behind, strict=True)))
 
 

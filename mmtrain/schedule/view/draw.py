@@ -8,7 +8,7 @@ from typing import Any
 from mmtrain.schedule.action import RESULT_OF, Action, Kind
 from mmtrain.schedule.graph import WorkGraph
 from mmtrain.schedule.timeline import Timeline
-from mmtrain.schedule.view.drawing import PAPER, Box, Drawing, headline, layout, name, num_bands, seconds, stacked
+from mmtrain.schedule.view.drawing import PAPER, Box, Drawing, headline, layout, mark, name, num_bands, seconds, stacked
 
 _FILL = {Kind.F: "-", Kind.B: "=", Kind.I: "~", Kind.W: ":"}
 
@@ -31,6 +31,7 @@ def text(timeline: Timeline, width: int = 120) -> str:
     modules = ", ".join(f"{letter} = {module}" for module, letter in _letters(timeline).items())
     blocks = any(len(row.action.parts) > 1 for rank in range(timeline.num_ranks) for row in timeline.of_rank(rank))
     kinds = "small letter forward (-), capital backward (= whole, ~ input, : weight)" + ", & a braid" * blocks
+    kinds += ", > of images that the next microbatch reads" * bool(timeline.deferred)
     lines.append(f"{modules}; {kinds}, . idle")
     return "\n".join(lines)
 
@@ -49,7 +50,7 @@ def _cells(timeline: Timeline, rank: int, width: int) -> str:
 
 def _label(timeline: Timeline, action: Action) -> str:
     letter = _letters(timeline)[timeline.stage_modules[action.stage]]
-    return f"{letter if action.kind is Kind.F else letter.upper()}{action.microbatch}"
+    return f"{letter if action.kind is Kind.F else letter.upper()}{action.microbatch}{mark(timeline, action)}"
 
 
 def _letters(timeline: Timeline) -> dict[str, str]:

@@ -145,7 +145,7 @@ def _action(timeline: Timeline, row: Row, band: _Band, y: float, many: bool) -> 
         # A thin gap between neighbours, but no invisible action.
         module, top = timeline.stage_modules[part.stage], y + number * height
         yield Box(x, top, max(w - 1.0, 0.6), height, colour(timeline, module, part.kind), tip)
-        text, size = _longest_that_fits(part, w - 3, many=many)
+        text, size = _longest_that_fits(part, w - 3, many=many, mark=mark(timeline, part))
         if text:
             ink = PAPER if part.kind in _DARK else INK
             yield Label(x + w / 2, top + height / 2, text, size, "middle", ink)
@@ -167,11 +167,17 @@ def colour(timeline: Timeline, module: str, kind: Kind) -> Colour:
 
 
 def name(timeline: Timeline, action: Action) -> str:
-    """The text of an action: `F3.0 language s5`."""
+    """The text of an action: `F3.0 language s5`; `F3.1> vision s0`: of a work that feeds the next microbatch."""
     return " & ".join(
-        f"{part.kind}{part.microbatch}.{part.sub_microbatch} {timeline.stage_modules[part.stage]} s{part.stage}"
+        f"{part.kind}{part.microbatch}.{part.sub_microbatch}{mark(timeline, part)} "
+        f"{timeline.stage_modules[part.stage]} s{part.stage}"
         for part in action.parts
     )
+
+
+def mark(timeline: Timeline, action: Action) -> str:
+    """`>` behind the number of a work that feeds another microbatch; else empty."""
+    return ">" if timeline.is_deferred(action) else ""
 
 
 def seconds(value: float) -> str:
@@ -200,10 +206,11 @@ def size(amount: float) -> str:
     return f"{amount:.4g} B"
 
 
-def _longest_that_fits(action: Action, width: float, many: bool) -> tuple[str, int]:
-    """The longest of `5.1 s3` (where the rank has many stages of the module), `5.1` and `5`, and its size."""
-    microbatch = str(action.microbatch)
-    whole = f"{microbatch}.{action.sub_microbatch}" if action.sub_microbatch else microbatch
+def _longest_that_fits(action: Action, width: float, many: bool, mark: str) -> tuple[str, int]:
+    """The longest of `5.1 s3` (where the rank has many stages of the module), `5.1` and `5`, each with its mark, and
+    its size."""
+    microbatch = f"{action.microbatch}{mark}"
+    whole = f"{action.microbatch}.{action.sub_microbatch}{mark}" if action.sub_microbatch else microbatch
     texts = [f"{whole} s{action.stage}"] * many + [whole, microbatch]
     for text, size in [*((text, 11) for text in texts), (microbatch, 9)]:
         if len(text) * size * _CHAR <= width:

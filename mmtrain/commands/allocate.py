@@ -1,0 +1,103 @@
+"""`mmtrain allocate`: the degrees of parallelism and pipeline ranks of each module on some GPUs, by simulation."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from mmtrain.config import config
+
+DRAWN = 4096
+"""Samples that are drawn without --samples."""
+
+
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the command to the parser."""
+    parser = commands.add_parser(
+        "allocate",
+        help="choose degrees of parallelism for a number of GPUs",
+        usage="mmtrain allocate [-h] --config CONFIG --gpus N [options] [--section.key=value ...]",
+        description="Which degrees of parallelism, and which pipeline ranks of each module, make a job fastest on N "
+        "GPUs (Entrain's algorithms 2 and 3): how many samples show the ratio of the modules' work, candidates by "
+        "simulated seconds with the GiB of the most loaded rank, and the fastest one as TOML. Trains nothing. Any "
+        "--section.key=value overrides the file.",
+    )
+    parser.add_argument("--config", required=True, help="TOML file; a bare name is looked up in configs/")
+    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="all of them are used")
+    parser.add_argument("--cluster", metavar="NAME", help="such as h800 or a40; sets planner.hardware")
+    parser.add_argument(
+        "--samples", type=Path, metavar="FILE", help="of `mmtrain profile --samples` (default: a drawn workload)"
+    )
+    parser.add_argument("--workload", metavar="NAME", help="without --samples (default mix, or video_captions)")
+    parser.add_argument("--alpha", type=float, default=0.05, metavar="A", help="1 - confidence (default 0.05)")
+    parser.add_argument(
+        "--p-error", type=float, default=0.05, metavar="P", help="batches that may ask for another one (default 0.05)"
+    )
+    parser.add_argument("--finalists", type=int, default=6, metavar="N", help="candidates to simulate (default 6)")
+    parser.add_argument("--iterations", type=int, default=1, metavar="N", help="to simulate of each (default 1)")
+    parser.add_argument(
+        "--evaluations",
+        type=int,
+        default=20,
+        metavar="N",
+        help="plans tried for each, with planner.enable (default 20)",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of all draws (default 0)")
+    parser.set_defaults(run=_allocate, takes_overrides=True, overrides=[])
+
+
+def _allocate(args: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    from mmtrain.commands.sample_files import drawn_costs
+    from mmtrain.errors import ConfigError
+    from mmtrain.planner.allocate import GIB, HEADER, allocate, described
+    from mmtrain.planner.sample_costs import SampleCosts
+    from mmtrain.planner.stable_batch import num_trials
+
+    for name in ("gpus", "finalists", "iterations", "evaluations"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"allocate: --{name} {getattr(args, name)}; it is at least 1")
+    if args.seed < 0:
+        raise ConfigError(f"allocate: --seed {args.seed}; it is at least 0")
+    num_trials(args.alpha, args.p_error)
+    if args.samples and args.workload:
+        raise ConfigError("allocate: --samples and --workload are two sources of samples; give one of the two")
+    if args.cluster and any("planner.hardware" in override for override in args.overrides):
+        raise ConfigError("allocate: --cluster sets planner.hardware; give one of the two")
+    job = config.load(args.config, [*args.overrides, *([f'planner.hardware="{args.cluster}"'] if args.cluster else [])])
+    if args.samples:
+        costs = SampleCosts.read(args.samples)
+        costs.check_fits(job, str(args.samples))
+    else:
+        costs = drawn_costs(job, DRAWN, args.workload or "", args.seed)
+    with tqdm(total=args.finalists, unit="candidate", disable=not sys.stderr.isatty(), leave=False) as bar:
+        answer = allocate(
+            job,
+            costs,
+            args.gpus,
+            alpha=args.alpha,
+            p_error=args.p_error,
+            seed=args.seed,
+            finalists=args.finalists,
+            iterations=args.iterations,
+            evaluations=args.evaluations,
+            progress=lambda: bar.update(),
+        )
+    print(f"{len(costs.samples)} samples of {costs.job['source']}, {args.gpus} GPUs")
+    print(f"{len(answer.ranked)} of {answer.num_candidates} candidates; {HEADER}")
+    for one in answer.ranked:
+        print(f"  {described(job, one)}")
+    if answer.stability is not None and answer.stable_for is not None:
+        of = answer.stable_for
+        print(f"\npipeline ranks by module for dp {of.dp}, tp {of.tp}, cp {of.cp}, pp {of.num_ranks}:")
+        for trial in answer.stability.trials:
+            shown = ", ".join(f"{':'.join(map(str, one))} ({count})" for one, count in trial.allocations[:6])
+            verdict = "all agree" if trial.passed else "not stable"
+            print(f"  {trial.num_samples:6d} samples, {trial.num_batches:3d} batches: {shown}; {verdict}")
+        print(answer.stability.message)
+        if answer.stability.num_samples > answer.samples_per_step:
+            print(f"a step has {answer.samples_per_step:.0f} samples, fewer than b_min: its own ratio will vary")
+    peak = answer.ranked[0].peak_bytes
+    print(f"\n# {answer.ranked[0].seconds:.3f} s an iteration, at most {peak / GIB:.1f} GiB a rank, simulated")
+    print(answer.best.toml(job), end="")
+    return 0

@@ -1,0 +1,56 @@
+"""Forwards ahead of the warm-up of a schedule, on the ranks of encoders."""
+
+import itertools
+from typing import get_args
+
+import pytest
+
+from mmtrain.schedule.library.catalogue import CATALOGUE
+from mmtrain.schedule.library.names import EAGER_SCHEDULES, ScheduleName
+from mmtrain.schedule.plan import check
+from mmtrain.schedule.simulate import simulate
+from tests.schedule.problems import chain, in_pairs
+
+
+def seconds(name: str, p: int, m: int, share: float, eager: int = 0) -> float:
+    problem = in_pairs((p // 2, p // 2), m, share)
+    plan = CATALOGUE[name].eager(eager).make(problem)
+    check(plan, problem)
+    return simulate(problem, plan).makespan_s
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "plain", "deferred", "eager"), [(4, 12, 45.0, 55.0, 45.0), (8, 32, 117.0, 147.0, 123.0)]
+)
+def test_one_more_pair_in_flight_hides_deferral(p: int, m: int, plain: float, deferred: float, eager: float) -> None:
+    assert seconds("1F1B", p, m, 0.0) == plain
+    assert seconds("1F1B", p, m, 0.5) == deferred
+    assert seconds("1F1B", p, m, 0.5, 1) == eager
+
+
+def test_eager_schedules_are_those_of_the_names() -> None:
+    assert tuple(name for name in get_args(ScheduleName) if CATALOGUE[name].make_eager) == EAGER_SCHEDULES
+
+
+@pytest.mark.parametrize("name", EAGER_SCHEDULES)
+def test_plans_with_eager_forwards_are_sound_and_hold_more(name: str) -> None:
+    """The first gradient comes back to the first rank of ZB-H2 before it may have more in flight."""
+    problem = in_pairs((2, 2), 20)
+    peaks = [simulate(problem, CATALOGUE[name].eager(count).make(problem)).peak_bytes for count in range(3)]
+    for before, behind in itertools.pairwise(peaks):
+        assert behind[0] >= before[0] + (name != "ZB-H2") / 2 and behind[2:] == before[2:]
+
+
+@pytest.mark.parametrize("name", EAGER_SCHEDULES)
+def test_memory_limits_take_back_what_does_not_fit(name: str) -> None:
+    free = in_pairs((2, 2), 10)
+    limits = simulate(free, CATALOGUE[name].eager(1).make(free)).peak_bytes
+    limited = in_pairs((2, 2), 10, memory_limit_bytes=limits)
+    plan = CATALOGUE[name].eager(5).make(limited)
+    check(plan, limited)
+    assert plan.orders == CATALOGUE[name].eager(1).make(free).orders
+
+
+def test_a_module_alone_has_no_forwards_ahead() -> None:
+    problem = chain(4, 8)
+    assert CATALOGUE["1F1B"].eager(3).make(problem).orders == CATALOGUE["1F1B"].make(problem).orders
