@@ -46,7 +46,7 @@ class EncoderModule:
     """An encoder, and the projector from its features into the language model."""
 
     module: Source
-    projector: ProjectorConfig | Literal["mlp", "native", "llava"] = "mlp"
+    projector: ProjectorConfig | Literal["mlp", "native", "llava", "linear"] = "mlp"
     """Its section, or just its kind."""
     trainable: Trainable | None = None
     """None: whether any parameter of the module requires a gradient; a config trains."""

@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, SiglipVisionModel, WhisperFeatureExtractor
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
+from mmtrain.checkpoint.run_folder import open_run
+from mmtrain.commands import answering
 from mmtrain.commands.answering import Answerer, Sampling, asked
 from mmtrain.commands.cli import main
 from mmtrain.commands.export import export
@@ -20,6 +22,7 @@ from mmtrain.config.data import TokenizerConfig
 from mmtrain.config.model import EncoderConfig, ModelConfig, ProjectorConfig
 from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.models.projector import make_projector
+from tests import sounds
 from tests.data.sound_files import WHISPER, noise, tone, wav
 from tests.reference import model_config
 from tests.stored_runs import save_checkpoint, save_run
@@ -106,6 +109,20 @@ def test_an_image_and_a_sound_are_answered_as_by_the_classes(run, capsys):
     assert len(set(found)) > 1
     assert main([*words, "--prompt", "what?", "--audio", str(folder / "none.wav")]) == 2
     assert "none.wav is no file; correct the path" in capsys.readouterr().err
+
+
+def test_a_whole_model_that_hears_answers_by_its_class_and_by_our_forward_alike(tmp_path):
+    sounds.save_whole(tmp_path / "whole")
+    section = TokenizerConfig(path=str(tmp_path / "whole"))
+    save_run(tmp_path / "run", sounds.named(tmp_path / "whole"), tokenizer=section)
+    export(tmp_path / "run", tmp_path / "out")
+    (tmp_path / "a.wav").write_bytes(wav(sounds.wave(0.7, 1)))
+    record, sampling = asked("what?", [], sounds=[tmp_path / "a.wav"]), Sampling(max_new_tokens=NUM_TOKENS)
+    by_class, by_folder = (Answerer.of(tmp_path / name) for name in ("run", "out"))
+    ours = answering._Modules(open_run(tmp_path / "run"))
+    answers = [one.answer(record, sampling) for one in (by_class, by_folder, ours)]
+    assert hasattr(by_class, "model") and len(set(answers)) == 1
+    assert by_class.blanked(images=False, audio=True).answer(record, sampling) != answers[0]
 
 
 def test_drawn_tokens_follow_their_seed_and_the_most_likely_ones_are_drawn_at_a_low_temperature(run):
