@@ -294,20 +294,17 @@ def speed(setup: Setup, workload: str, iterations: int, searched: int, refinemen
             assignment = assigned(step)
             counts[index] += [len(own) for own in assignment.replicas]
             found[index].append(seconds(planner(setup, step), step.metas(assignment), iteration))
-    base = statistics.fmean(found[0])
+    splits = ", ".join(":".join(map(str, one)) for one in ranks)
     print(
-        f"\n{setup.name}, {workload}, {iterations} iterations, {searched} with a search, ranks by slowest stage, ratio, one sample: "
-        f"{', '.join(':'.join(map(str, one)) for one in ranks)}; {base:.3f} s, {time.perf_counter() - start:.0f} s to "
-        "simulate"
+        f"\n{setup.name}, {workload}, {iterations} iterations, {searched} with a search; ranks by slowest stage, by ratio "
+        f"and of one sample {splits}; {statistics.fmean(found[0]):.3f} s; {time.perf_counter() - start:.0f} s to simulate"
     )
     print("| | speed | least | most | microbatches |\n|---|---|---|---|---|")
     for (name, _, _), own, numbers in zip(rows, found, counts, strict=True):
         ratios = [one / other for one, other in zip(found[0], own, strict=False)]
-        print(
-            f"| {name} | {statistics.fmean(found[0][: len(own)]) / statistics.fmean(own):.2f} | {min(ratios):.2f} | {max(ratios):.2f} | "
-            f"{min(numbers)} to {max(numbers)} |",
-            flush=True,
-        )
+        mean = statistics.fmean(found[0][: len(own)]) / statistics.fmean(own)
+        between = f"{min(ratios):.2f} | {max(ratios):.2f} | {min(numbers)} to {max(numbers)}"
+        print(f"| {name} | {mean:.2f} | {between} |", flush=True)
 
 
 def forward_ms(step: Step, assignment: Assignment, module: int) -> float:
