@@ -295,10 +295,11 @@ def speed(setup: Setup, workload: str, iterations: int, searched: int, refinemen
             counts[index] += [len(own) for own in assignment.replicas]
             found[index].append(seconds(planner(setup, step), step.metas(assignment), iteration))
     splits = ", ".join(":".join(map(str, one)) for one in ranks)
+    base, spent = statistics.fmean(found[0]), time.perf_counter() - start
     print(
-        f"\n{setup.name}, {workload}, {iterations} iterations, {searched} with a search; ranks by slowest stage, by ratio "
-        f"and of one sample {splits}; {statistics.fmean(found[0]):.3f} s; {time.perf_counter() - start:.0f} s to simulate"
+        f"\n{setup.name}, {workload}, {iterations} iterations ({searched} searched), {base:.3f} s; {spent:.0f} s to run"
     )
+    print(f"ranks by slowest stage, by ratio, by one sample: {splits}")
     print("| | speed | least | most | microbatches |\n|---|---|---|---|---|")
     for (name, _, _), own, numbers in zip(rows, found, counts, strict=True):
         ratios = [one / other for one, other in zip(found[0], own, strict=False)]
