@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import numpy as np
@@ -119,7 +119,8 @@ class Setup:
         keys = ["planner.enable=true", f"planner.budget_evaluations={self.evaluations}", "planner.budget_s=0"]
         return IterationPlanner.of(job(self.name, self.folder, *keys))
 
-    def own(self, ranks: Sequence[int], eager: int = 0) -> IterationPlanner:
+    @cache  # noqa: B019
+    def own(self, ranks: tuple[int, ...], eager: int = 0) -> IterationPlanner:
         """Modules on ranks of their own, 1F1B. Args: eager: forwards that run ahead."""
         keys = [
             "planner.enable=false",
@@ -238,10 +239,10 @@ def judge(setup: Setup, step: Step) -> Judge:
 Variant = tuple[str, Callable[[Step], Assignment], Callable[[Setup, Step], IterationPlanner]]
 
 
-def variants(setup: Setup, ranks: Sequence[Sequence[int]], refinements: int) -> list[Variant]:
+def variants(setup: Setup, ranks: Sequence[tuple[int, ...]], refinements: int) -> list[Variant]:
     """(name, assignment, planner). Args: ranks: balanced, Entrain's, DistTrain's. refinements: makespans to ask for."""
     own, literal, of_one = map(setup.own, ranks)
-    ahead = {n: setup.own(ranks[0], eager=n) for n in (1, 2, 4)}
+    ahead = {n: setup.own(ranks[0], eager=n) for n in (1, 2)}
     literal_ahead = setup.own(ranks[1], eager=2)
     few = {"fewer_microbatches": True}
     return [
@@ -287,13 +288,16 @@ def speed(setup: Setup, workload: str, iterations: int, searched: int, refinemen
     counts: list[list[int]] = [[] for _ in rows]
     start = time.perf_counter()
     for iteration in range(iterations):
-        step = Step.drawn(setup, workload, iteration)
+        step, known = Step.drawn(setup, workload, iteration), dict[tuple[int, str], float]()
         for index, (_, assigned, planner) in enumerate(rows):
             if iteration >= searched and planner(setup, step).section.enable:
                 continue
             assignment = assigned(step)
             counts[index] += [len(own) for own in assignment.replicas]
-            found[index].append(seconds(planner(setup, step), step.metas(assignment), iteration))
+            key = (id(planner(setup, step)), assignment.digest)
+            if key not in known:
+                known[key] = seconds(planner(setup, step), step.metas(assignment), iteration)
+            found[index].append(known[key])
     splits = ", ".join(":".join(map(str, one)) for one in ranks)
     base, spent = statistics.fmean(found[0]), time.perf_counter() - start
     print(
