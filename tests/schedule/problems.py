@@ -166,8 +166,8 @@ def one_v(draw: st.DrawFn, num_ranks: int, num_modules: int) -> list[list[int]]:
 def problems(
     draw: st.DrawFn, *, limits: bool = False, forward_only: bool = False, v: bool = False, joined: bool = False
 ) -> PlanningProblem:
-    """A random iteration: up to two modules that feed a last one, absent modalities, several
-    sub-microbatches, frozen modules and first layers, bytes between I and W, uneven segments, unusual
+    """A random iteration: up to two modules that feed a last one, absent modalities, several sub-microbatches, works
+    that feed the next microbatch, frozen modules and first layers, bytes between I and W, uneven segments, unusual
     placements, random costs.
 
     Args:
@@ -193,12 +193,16 @@ def problems(
         stage_rank += draw(st.permutations(turns)) if anywhere else turns
         modules.append(ModuleStages(name=f"m{m}", stages=tuple(range(first, len(stage_rank)))))
     works: list[Work] = []
-    for microbatch in range(draw(st.integers(1, 6))):
-        first = len(works)
+    owner: list[int] = []
+    num_microbatches, defers = draw(st.integers(1, 6)), draw(st.integers(0, 2)) == 0
+    for microbatch in range(num_microbatches):
         for m in range(num_modules - 1):
-            works += [Work(module=m, microbatch=microbatch, sub_microbatch=i) for i in range(draw(st.integers(0, 3)))]
-        after = tuple(range(first, len(works)))
+            for i in range(draw(st.integers(0, 3))):
+                works.append(Work(module=m, microbatch=microbatch, sub_microbatch=i))
+                owner.append(microbatch + (defers and microbatch + 1 < num_microbatches and draw(st.booleans())))
+        after = tuple(w for w, of in enumerate(owner) if of == microbatch and works[w].module < num_modules - 1)
         works.append(Work(module=num_modules - 1, microbatch=microbatch, sub_microbatch=0, after=after))
+        owner.append(microbatch)
     seconds = st.sampled_from([0.0, 0.5, 1.0, 1.25, 3.0])
     costs: list[list[Option]] = []
     cost_index: list[list[int]] = []
@@ -231,11 +235,11 @@ def problems(
     memory = None
     if limits:
         most = [0.0] * num_ranks
-        for microbatch in {w.microbatch for w in works}:
+        for microbatch in range(num_microbatches):
             sums = [0.0] * num_ranks
-            for w, row in zip(works, cost_index, strict=True):
+            for w, of, row in zip(works, owner, cost_index, strict=True):
                 for k, stage in enumerate(modules[w.module].stages):
-                    if w.microbatch == microbatch:
+                    if of == microbatch:
                         sums[stage_rank[stage]] += max(o.activation_bytes for o in costs[row[k]])
             most = [max(a, b) for a, b in zip(most, sums, strict=True)]
         memory = [amount * draw(st.sampled_from([1.0, 1.3, 2.0])) for amount in most]
