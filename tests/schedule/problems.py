@@ -97,14 +97,19 @@ def in_pairs(
     num_microbatches: int,
     share: float = 0.5,
     *,
+    uneven: float = 0.0,
     memory_limit_bytes: Sequence[float | None] | None = None,
 ) -> PlanningProblem:
     """Vision and language on ranks of their own, with equal work in each microbatch on each of them: F 1 s, B 2 s.
 
-    Args: ranks: of vision and language. share: of the images of every other microbatch, which the next one reads.
+    Args:
+        ranks: of vision and language.
+        share: of the images of every other microbatch, which the next one reads.
+        uneven: part of the language work that every other microbatch has more, and the others less.
     """
     works: list[Work] = []
-    costs = [[option()], [option(1 - share, 2 * (1 - share), 1 - share)], [option(share, 2 * share, share)]]
+    sizes = (1.0, 1 - share, share, 1 + uneven, 1 - uneven)
+    costs = [[option(size, 2 * size, size)] for size in sizes]
     cost_index: list[list[int]] = []
     early: tuple[int, ...] = ()
     for m in range(num_microbatches):
@@ -113,7 +118,7 @@ def in_pairs(
             works.append(Work(module=0, microbatch=m, sub_microbatch=sub))
             cost_index.append([cost] * ranks[0])
         works.append(Work(module=1, microbatch=m, sub_microbatch=0, after=(*early, first)))
-        cost_index.append([0] * ranks[1])
+        cost_index.append([3 + m % 2] * ranks[1])
         early = (first + 1,) if len(parts) > 1 else ()
     total = sum(ranks)
     return PlanningProblem.build(
