@@ -49,6 +49,7 @@ class StepAssigner:
     def __call__(self, documents: Sequence[DocumentMeta], bins: Bins) -> Assignment:
         """The microbatches of all replicas. Args: documents: the step's samples. bins: those of first-fit."""
         section = self.section
+        pricer = replace(self.pricer, _modules={})  # it remembers every size, and those of other steps hardly recur
 
         def judge(microbatches: Sequence[AssignedMicrobatch]) -> float:
             metas = language_microbatches(microbatches, documents)
@@ -58,7 +59,7 @@ class StepAssigner:
 
         return assign(
             section.policy,
-            [self.pricer.cost(document, (document.num_tokens,)) for document in documents],
+            [pricer.cost(document, (document.num_tokens,)) for document in documents],
             bins,
             num_replicas=self.num_replicas,
             capacity=(self.pricer.seq_len,),
