@@ -24,6 +24,7 @@ class StepCounts:
     """Simulated makespan."""
     planned_s2: float
     """Its square."""
+    samples: int
     images: int
     patches: int
     image_tokens: int
@@ -61,6 +62,7 @@ class StepCounts:
             measured_s2=measured_s**2,
             planned_s=planned_s,
             planned_s2=planned_s**2,
+            samples=sum(len(m.documents) + len(m.clips) for m in meta.microbatches),
             images=meta.num_images,
             patches=meta.num_patches,
             image_tokens=_tokens(meta, sound=False),

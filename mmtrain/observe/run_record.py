@@ -82,7 +82,7 @@ class RunRecord:
 
     def __init__(self, config: Config, planner: IterationPlanner, mesh: Mesh, start: int) -> None:
         """Args: start: the run goes on after this step. Raises: ConfigError: its folder cannot be written."""
-        self._counts = JobCounts()
+        self._counts, self._start = JobCounts(), start
         self.describe(config, planner, mesh, start)
         self._peak_flops = peak_flops(config.metrics, mesh.device)
         self._is_first, self._log = mesh.rank == 0, LogFile(self._folder, mesh.rank)
@@ -135,6 +135,13 @@ class RunRecord:
         self._counts.add(counts)
         if self._mesh.rank != 0:
             return
+        if self._start + 1 == step.step and counts.samples < self._config.assignment.stable_samples:
+            logger.warning(
+                "step %d has %d samples, fewer than assignment.stable_samples = %d: the ratio of the modules' work "
+                "will differ from the one for which they got their ranks; raise training.global_batch_size or "
+                "assignment.samples_per_step",
+                step.step, counts.samples, self._config.assignment.stable_samples,
+            )  # fmt: skip
         section, steps = self._config.metrics, self._config.training.steps
         quiet = step.step % section.log_freq != 0 and step.step not in (1, steps)
         self._reporter.step(self._metrics(step, counts, timing, flops), quiet=quiet)
