@@ -1,7 +1,11 @@
-"""Answers of a vision-language model: a run's checkpoint or an exported folder, by transformers' own `generate`."""
+"""Answers of a multimodal model: a run's checkpoint or an exported folder, by transformers' own `generate`, or by our
+forward where transformers has no class for its modules."""
 
+import copy
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,23 +13,26 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from mmtrain.checkpoint.run_folder import open_run
+from mmtrain.checkpoint.run_folder import StoredRun, load_module, open_run
 from mmtrain.commands.export_whole import assembled
 from mmtrain.config.config import Config
 from mmtrain.config.data import DataConfig
 from mmtrain.config.toml_sections import build
 from mmtrain.config.whole_model import with_parts
-from mmtrain.data.conversation_records import CONVERSATIONS, Record, placeholder
-from mmtrain.data.conversations import make_processor
-from mmtrain.data.media import RawMedium, raw_image, raw_video
-from mmtrain.data.processor import Processor, stop_token
-from mmtrain.data.questions import Question, question_before
-from mmtrain.data.sources import open_source
+from mmtrain.data.conversation_records import CONVERSATIONS, Record, kinds_of, placeholder, record_kind
+from mmtrain.data.conversations import ReadDocument, make_processor, packed
+from mmtrain.data.media import RawMedium, raw_image, raw_sound, raw_video
+from mmtrain.data.processor import Document, Processor, stop_token
+from mmtrain.data.questions import Question, question_before, with_answer
+from mmtrain.data.sources import RecordKind, open_source
 from mmtrain.errors import ConfigError, DataError
+from mmtrain.modality.metadata import MicrobatchMeta
+from mmtrain.models.reference import ReferenceModel
 from mmtrain.models.whole import class_inputs
+from mmtrain.spec.builders import model_spec
 from mmtrain.spec.composites import COMPOSITES, class_name
 from mmtrain.spec.hub_files import processor_config, read_json
-from mmtrain.spec.modules import whole_kind, why_not_whole
+from mmtrain.spec.modules import whole_kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,64 +47,70 @@ class Sampling:
     seed: int = 0
 
 
-class Answerer:
-    """A whole model with its processor, in this process."""
+class Answerer(ABC):
+    """A model with its processor, in this process."""
 
-    def __init__(self, model: Any, processor: Processor) -> None:
-        self.model, self._processor, self.tokenizer = model, processor, processor.tokenizer
+    def __init__(self, processor: Processor, kind: RecordKind[Record] = CONVERSATIONS) -> None:
+        """Args: kind: of the records that the model reads."""
+        self._processor, self.kind, self.tokenizer = processor, kind, processor.tokenizer
         self._stop = stop_token(self.tokenizer)
-        self.model.generation_config = GenerationConfig()  # a folder's own would change what `Sampling` says
 
-    @classmethod
-    def of(cls, source: Path, step: int | None = None) -> "Answerer":
+    @staticmethod
+    def of(source: Path, step: int | None = None) -> "Answerer":
         """The model of a run, or of an exported folder.
 
         Args: step: of the run's checkpoint; None: the newest.
-        Raises: ConfigError: it is neither, or its modules make no whole model of transformers.
+        Raises: ConfigError: it is neither, or makes clips.
         """
         if (source / "config.toml").is_file():
             run = open_run(source, step)
             if run.job.model.dit is not None:
                 raise ConfigError(f"{source} is a text-to-video run; make clips with `mmtrain sample {source}`")
-            if not whole_kind(run.job.model):
-                why = "it has no encoder" if run.job.model.encoder is None else why_not_whole(run.job.model)
-                raise ConfigError(
-                    f"{source} cannot answer: {why}; take a run of such a class, or `mmtrain export` this one's parts"
-                )
-            return cls(assembled(run), make_processor(run.job))
+            return _WholeModel(assembled(run), make_processor(run.job)) if whole_kind(run.job.model) else _Modules(run)
         if not (source / "config.json").is_file():
             raise ConfigError(f"{source} has neither config.toml nor config.json; name a run or an exported folder")
         if step is not None:
             raise ConfigError(f"--step {step}: {source} is an exported folder, which has one step; leave --step out")
-        return cls(*_exported(source))
+        return _WholeModel(*_exported(source))
 
-    def blanked(self) -> "Answerer":
-        """The same model, which sees grey instead of each image."""
-        return Answerer(self.model, self._processor.blanked())
+    def blanked(self, *, images: bool = True, audio: bool = False) -> "Answerer":
+        """The same model, which sees grey instead of each image, or hears silence instead of each sound.
+
+        Raises: ConfigError: it reads nothing of that kind.
+        """
+        for asked, kinds, option in (
+            (images, {"image", "video"}, "--blank-images"),
+            (audio, {"audio"}, "--blank-audio"),
+        ):
+            if asked and not kinds & self._processor.readers.of_kind.keys():
+                raise ConfigError(f"{option} has no effect: the model reads no {max(kinds)}; leave it out")
+        other = copy.copy(self)
+        other._processor = self._processor.blanked(images=images, audio=audio)
+        return other
 
     def answer(self, record: Record, sampling: Sampling, *, streamer: Any = None) -> str:
         """The answer to a conversation that ends with a question.
 
         Args: streamer: of transformers, which takes tokens as they come.
-        Raises: DataError: the conversation, its images or its videos cannot be read.
+        Raises: DataError: the conversation, its images, videos or sounds cannot be read.
         """
-        inputs = self.inputs(record)
-        drawn: dict[str, float] = {}
-        if sampling.temperature:  # top_k 0: no limit; transformers' default is 50
-            drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
         torch.manual_seed(sampling.seed)
         with torch.no_grad():
-            tokens = self.model.generate(
-                **inputs,
-                max_new_tokens=sampling.max_new_tokens,
-                do_sample=bool(sampling.temperature),
-                eos_token_id=self._stop,
-                pad_token_id=self._stop,
-                streamer=streamer,
-                **drawn,
-            )
-        new = tokens[0, inputs["input_ids"].shape[1] :]
-        return str(self.tokenizer.decode(new, skip_special_tokens=True)).strip()
+            tokens = self._answer(self._processor.prompt(record), sampling, streamer)
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True)).strip()
+
+    @abstractmethod
+    def _answer(self, document: Document, sampling: Sampling, streamer: Any) -> Sequence[int] | Tensor:
+        """The tokens behind a prompt."""
+
+
+class _WholeModel(Answerer):
+    """A class of transformers, by its own `generate`."""
+
+    def __init__(self, model: Any, processor: Processor) -> None:
+        super().__init__(processor)
+        self.model = model
+        self.model.generation_config = GenerationConfig()  # a folder's own would change what `Sampling` says
 
     def inputs(self, record: Record) -> dict[str, Tensor]:
         """The arguments of the whole class for a conversation that ends with a question: [1, T] token ids, images,
@@ -105,10 +118,74 @@ class Answerer:
 
         Raises: DataError: the conversation, its images or its videos cannot be read.
         """
-        document = self._processor.prompt(record)
+        return self._inputs(self._processor.prompt(record))
+
+    def _inputs(self, document: Document) -> dict[str, Tensor]:
         ids = torch.from_numpy(document.input_ids)[None]
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         return inputs | class_inputs(document.meta, self._processor.pixels(document), self.model.config)
+
+    def _answer(self, document: Document, sampling: Sampling, streamer: Any) -> Sequence[int] | Tensor:
+        inputs = self._inputs(document)
+        drawn: dict[str, float] = {}
+        if sampling.temperature:  # top_k 0: no limit; transformers' default is 50
+            drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
+        tokens: Tensor = self.model.generate(
+            **inputs,
+            max_new_tokens=sampling.max_new_tokens,
+            do_sample=bool(sampling.temperature),
+            eos_token_id=self._stop,
+            pad_token_id=self._stop,
+            streamer=streamer,
+            **drawn,
+        )
+        return tokens[0, inputs["input_ids"].shape[1] :]
+
+
+class _Modules(Answerer):
+    """The modules of a run that make no class of transformers, by the forward that training runs.
+
+    Encoders run once a question, the language model once a token, without a cache of keys and values.
+    """
+
+    def __init__(self, run: StoredRun) -> None:
+        model = run.job.model
+        super().__init__(make_processor(run.job), record_kind(kinds_of(model)))
+        self._model = ReferenceModel(model, model_spec(model), seed=0, stored=partial(load_module, run))
+
+    def _answer(self, document: Document, sampling: Sampling, streamer: Any) -> Sequence[int] | Tensor:
+        prompt = replace(document, meta=replace(document.meta, prefix=document.meta.num_tokens))
+        read = ReadDocument(document=prompt, pixels=self._processor.pixels(document))
+        self._model.chunks["language"].loss = partial(_chosen, sampling)
+        features: dict[str, Tensor] | None = None
+        tokens: list[int] = []
+        if streamer is not None:
+            streamer.put(torch.from_numpy(document.input_ids))
+        while len(tokens) < sampling.max_new_tokens and tokens[-1:] != [self._stop]:
+            extended = with_answer(read, tokens)
+            tensors, counts = packed([extended]), MicrobatchMeta(documents=(extended.document.meta,))
+            features = self._model.features(tensors, counts) if features is None else features
+            predictions = self._model.text(tensors, counts, features, True).predictions
+            assert predictions is not None
+            tokens.append(int(predictions[-1]))
+            if streamer is not None:
+                streamer.put(predictions[-1:])
+        if streamer is not None:
+            streamer.end()
+        return tokens
+
+
+def _chosen(
+    sampling: Sampling, logits_LV: Tensor, targets_L: Tensor, want_predictions: bool
+) -> tuple[Tensor, Tensor | None]:
+    """In place of a loss: 0, and a token for each position, the most likely one or one that is drawn."""
+    nothing = logits_LV.new_zeros(())
+    if not sampling.temperature:
+        return nothing, logits_LV.argmax(dim=-1)
+    chances, order = (logits_LV.float() / sampling.temperature).softmax(dim=-1).sort(dim=-1, descending=True)
+    before = chances.cumsum(dim=-1) - chances
+    kept = chances.masked_fill(before >= sampling.top_p, 0.0)
+    return nothing, order.gather(-1, torch.multinomial(kept, 1)).squeeze(-1)
 
 
 def _exported(folder: Path) -> tuple[Any, Processor]:
@@ -144,10 +221,10 @@ def _video_frames(folder: Path) -> dict[str, Any]:
     return {key: value for key, value in keys.items() if value is not None}
 
 
-def asked(prompt: str, images: Sequence[Path], videos: Sequence[Path] = ()) -> Record:
-    """The conversation of one question about images and videos, which stand before it unless it says where."""
+def asked(prompt: str, images: Sequence[Path], videos: Sequence[Path] = (), sounds: Sequence[Path] = ()) -> Record:
+    """The conversation of one question about images, videos and sounds, which stand before it unless it says where."""
     content = prompt
-    for kind, paths in (("video", videos), ("image", images)):
+    for kind, paths in (("audio", sounds), ("video", videos), ("image", images)):
         mark = placeholder(kind)
         marks = prompt.count(mark)
         if marks not in (0, len(paths)):
@@ -161,16 +238,22 @@ def asked(prompt: str, images: Sequence[Path], videos: Sequence[Path] = ()) -> R
         content = content if marks else mark * len(paths) + content
     raw: list[RawMedium] = [raw_image(str(path), f"--image {path}", "") for path in images]
     raw += [raw_video(str(path), f"--video {path}", "", None) for path in videos]
+    raw += [raw_sound(str(path), f"--audio {path}", "") for path in sounds]
     return Record(sample=0, messages=({"role": "user", "content": content},), images=tuple(raw))
 
 
-_INPUTS = {"image": "file", "video": "file, nor a folder of frames"}
+_INPUTS = {"image": "file", "video": "file, nor a folder of frames", "audio": "file"}
 """What a path of a kind must be, for errors."""
 
 
-def questions(source: str, split: str, limit: int | None) -> Iterator[Question]:
-    """The first question of each record of a source, and its answer. Raises: ConfigError, DataError."""
-    records = open_source(DataConfig(source=source), split, CONVERSATIONS)
+def questions(
+    source: str, split: str, limit: int | None, kind: RecordKind[Record] = CONVERSATIONS
+) -> Iterator[Question]:
+    """The first question of each record of a source, and its answer. Args: kind: of the records.
+
+    Raises: ConfigError, DataError.
+    """
+    records = open_source(DataConfig(source=source), split, kind)
     count = records.num_samples
     for index in range(min(count if count is not None else 10**9, 10**9 if limit is None else limit)):
         record = records[index]

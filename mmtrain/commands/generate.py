@@ -3,6 +3,8 @@
 import argparse
 import json
 import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 
@@ -10,18 +12,18 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     """Adds the command to the parser."""
     parser = commands.add_parser(
         "generate",
-        help="answer questions about images and videos with a run or an exported model",
-        usage="mmtrain generate [-h] SOURCE (--prompt TEXT [--image FILE ...] [--video PATH ...] | "
+        help="answer questions about images, videos and sounds with a run or an exported model",
+        usage="mmtrain generate [-h] SOURCE (--prompt TEXT [--image FILE ...] [--video PATH ...] [--audio FILE ...] | "
         "--questions DATA | --interactive) [options]",
-        description="Answers with a vision-language model, in one process and by transformers' own `generate`: of a "
-        "run whose modules make a whole model of transformers, or of a folder that `mmtrain export` or transformers "
-        "wrote. Tokens are shown as they come. With --questions each record's first question is answered; a line of "
-        "JSON for each, and how many answers equal the record's in the end.",
+        description="Answers with a multimodal model, in one process: of a run, or of a folder that `mmtrain export` "
+        "or transformers wrote; by transformers' own `generate` where the modules make a class of it, else by the "
+        "forward that training runs. Tokens are shown as they come. With --questions each record's first question is "
+        "answered; a line of JSON for each, and in the end how many answers equal the record's, in all and by grade.",
     )
     parser.add_argument("source", type=Path, metavar="SOURCE", help="job.dump_folder of a run, or a model's folder")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
-        "--prompt", metavar="TEXT", help="the question; `<image>` or `<video>` in it says where one stands"
+        "--prompt", metavar="TEXT", help="the question; `<image>`, `<video>` or `<audio>` in it says where one stands"
     )
     what.add_argument("--questions", metavar="DATA", help="conversations as in data.source: a file, folder or id")
     what.add_argument("--interactive", action="store_true", help="ask for questions, until the end of input")
@@ -36,12 +38,18 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         metavar="PATH",
         help="a video file, a folder of frames, or a .npy or .npz array of them; again for more videos",
     )
+    parser.add_argument(
+        "--audio", action="append", default=[], type=Path, metavar="FILE", help="a sound; again for more sounds"
+    )
     parser.add_argument("--split", help="of --questions (default train)")
     parser.add_argument("--limit", type=int, metavar="N", help="answer the first N questions only")
     parser.add_argument(
         "--blank-images",
         action="store_true",
         help="with --questions: answer each again with its images replaced by grey, to show what they are worth",
+    )
+    parser.add_argument(
+        "--blank-audio", action="store_true", help="with --questions: the same with its sounds replaced by silence"
     )
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="(default 128)")
     parser.add_argument(
@@ -68,14 +76,15 @@ def _generate(args: argparse.Namespace) -> int:
         if not fits:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}; it must be {rule}")
     asks = args.questions is None
-    for name in ("image", "video"):
+    for name, items in (("image", "images"), ("video", "videos"), ("audio", "sounds")):
         if getattr(args, name) and not asks:
-            raise ConfigError(f"--{name} goes with --prompt or --interactive; --questions have {name}s of their own")
+            raise ConfigError(f"--{name} goes with --prompt or --interactive; --questions have {items} of their own")
     for name in ("split", "limit"):
         if asks and getattr(args, name) is not None:
             raise ConfigError(f"--{name} goes with --questions; leave it out")
-    if asks and args.blank_images:
-        raise ConfigError("--blank-images goes with --questions, whose answers it compares; leave it out")
+    for name in ("blank-images", "blank-audio"):
+        if asks and getattr(args, name.replace("-", "_")):
+            raise ConfigError(f"--{name} goes with --questions, whose answers it compares; leave it out")
     if args.top_p < 1 and not args.temperature:
         raise ConfigError(
             f"--top-p {args.top_p} has no effect without --temperature above 0; set that, or leave it out"
@@ -93,24 +102,29 @@ def _generate(args: argparse.Namespace) -> int:
         max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed
     )
     if not asks:
-        answerers = {"answer": answerer} | ({"blanked": answerer.blanked()} if args.blank_images else {})
-        count, right = 0, dict.fromkeys(answerers, 0)
-        for record, reference in questions(args.questions, args.split or "train", args.limit):
-            count += 1
+        answerers = {"answer": answerer}
+        if args.blank_images:
+            answerers["blanked"] = answerer.blanked()
+        if args.blank_audio:
+            answerers["silenced"] = answerer.blanked(images=False, audio=True)
+        right: dict[str, Counter[str]] = {key: Counter() for key in answerers}
+        counts: Counter[str] = Counter()
+        for record, reference in questions(args.questions, args.split or "train", args.limit, answerer.kind):
+            counts[record.grade] += 1
             answers = {key: one.answer(record, sampling) for key, one in answerers.items()}
             for key, answer in answers.items():
-                right[key] += is_right(answer, reference, record.tolerance)
+                right[key][record.grade] += is_right(answer, reference, record.tolerance)
             line = {"sample": record.sample, "question": text_of(record.messages[-1])}
             print(json.dumps(line | answers | {"reference": reference}, ensure_ascii=False), flush=True)
-        blanked = f"; with blanked images {right['blanked']} of {count}" if args.blank_images else ""
-        print(f"{right['answer']} of {count} answers equal the record's{blanked}", file=sys.stderr)
+        for text in _results(counts, right):
+            print(text, file=sys.stderr)
         return 0
     streamer = TextStreamer(answerer.tokenizer, skip_prompt=True, skip_special_tokens=True)
     prompts = iter(lambda: input("> "), None) if args.interactive else [args.prompt]
     try:
         for prompt in prompts:
             try:
-                answerer.answer(asked(prompt, args.image, args.video), sampling, streamer=streamer)
+                answerer.answer(asked(prompt, args.image, args.video, args.audio), sampling, streamer=streamer)
             except DataError as error:
                 if not args.interactive:
                     raise
@@ -118,3 +132,28 @@ def _generate(args: argparse.Namespace) -> int:
     except EOFError:
         print()
     return 0
+
+
+_CONTROLS = {"blanked": "with blanked images", "silenced": "with silent sounds"}
+
+
+def _results(counts: Mapping[str, int], right: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
+    """How many answers are right, of all records and of those of each grade, with those of the controls.
+
+    Args: counts: grade -> records. right: `answer` or a control -> grade -> right answers.
+    """
+
+    def controls(grades: list[str]) -> str:
+        total = sum(counts[grade] for grade in grades)
+        return "".join(
+            f"; {text} {sum(right[key][grade] for grade in grades)} of {total}"
+            for key, text in _CONTROLS.items()
+            if key in right
+        )
+
+    grades = sorted(counts)
+    total, equal = sum(counts.values()), sum(right["answer"].values())
+    yield f"{equal} of {total} answers equal the record's{controls(grades)}"
+    for grade in grades if any(grades) else ():
+        name = grade or "no grade"
+        yield f"  {name}: {right['answer'][grade]} of {counts[grade]}{controls([grade])}"

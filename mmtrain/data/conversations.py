@@ -64,7 +64,7 @@ class Conversations:
 
     def batch(self, microbatches: Sequence[Sequence[ReadDocument]]) -> tuple[Batch, tuple[MicrobatchMeta, ...]]:
         metas = tuple(MicrobatchMeta(documents=tuple(read.document.meta for read in m)) for m in microbatches)
-        return Batch(microbatches=[_microbatch(m) for m in microbatches]), metas
+        return Batch(microbatches=[packed(m) for m in microbatches]), metas
 
 
 def make_processor(config: Config) -> Processor:
@@ -76,7 +76,8 @@ def make_processor(config: Config) -> Processor:
     return Processor(tokenizer, make_readers(config, tokenizer.get_vocab()))
 
 
-def _microbatch(read: Sequence[ReadDocument]) -> Microbatch:
+def packed(read: Sequence[ReadDocument]) -> Microbatch:
+    """The tensors of one microbatch of documents."""
     documents = [item.document for item in read]
     ids = np.concatenate([document.input_ids for document in documents])
     labels = np.concatenate([document.labels for document in documents])

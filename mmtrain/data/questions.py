@@ -204,7 +204,7 @@ class Decoding:
         """The open questions of this replica, each with its answer so far. One that has none left runs the text of the
         first question without a target, since ranks of other replicas may wait for its exchanges."""
         local = [asked for asked in self._asked[self._dp_rank :: self._dp_degree] if asked.is_open]
-        documents = [_with_answer(asked.read, asked.tokens) for asked in local]
+        documents = [with_answer(asked.read, asked.tokens) for asked in local]
         packed = _packed(documents, self._config.training.seq_len)
         if not packed:
             packed = [[self._samples.emptied(self._asked[0].read.document, 0)]]
@@ -216,7 +216,7 @@ class Decoding:
         return batch, IterationMeta(microbatches=metas), LoaderState(seed=0)
 
 
-def _with_answer(read: ReadDocument, tokens: list[int]) -> ReadDocument:
+def with_answer(read: ReadDocument, tokens: list[int]) -> ReadDocument:
     """A prompt followed by tokens of its answer; its last position is labelled, with any token, to be predicted."""
     prompt = read.document
     ids = np.concatenate([prompt.input_ids, np.array(tokens, np.int64)])

@@ -46,7 +46,7 @@ class EncoderModule:
     """An encoder, and the projector from its features into the language model."""
 
     module: Source
-    projector: ProjectorConfig | Literal["mlp", "native", "llava"] = "mlp"
+    projector: ProjectorConfig | Literal["mlp", "native", "llava", "linear"] = "mlp"
     """Its section, or just its kind."""
     trainable: Trainable | None = None
     """None: whether any parameter of the module requires a gradient; a config trains."""
@@ -89,7 +89,9 @@ class MultimodalModule:
         """
         unknown = sorted(set(encoder_specs or {}) - set(self.encoders))
         if unknown:
-            raise ConfigError(f"encoder_specs has {unknown[0]!r}, but the encoders are {', '.join(self.encoders)}")
+            raise ConfigError(
+                f"encoder_specs has {unknown[0]!r}, but the encoders are {', '.join(self.encoders)}; name one of these"
+            )
         specs = {name: (encoder_specs or {}).get(name, ParallelSpec()) for name in self.encoders}
         specs["language"] = language_spec
         degrees = {axis: _equal(axis, specs) for axis in ("tp", "cp")}

@@ -1,5 +1,6 @@
 """The whole model in one process, without schedule or sharding: the reference of pipelines."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -13,7 +14,7 @@ from mmtrain.models.adapter_weights import load_adapters
 from mmtrain.models.attention.context import attention_context
 from mmtrain.models.batch import Batch, ClipMicrobatch, Microbatch, by_module, document_positions
 from mmtrain.models.build import build_chunk
-from mmtrain.models.chunk import FeatureRows, LanguageOutput
+from mmtrain.models.chunk import Chunk, FeatureRows, LanguageOutput
 from mmtrain.models.diffusion import ClipNoise
 from mmtrain.models.dit import DitOutput
 from mmtrain.models.initialise import init_weights
@@ -35,7 +36,9 @@ class ReferenceModel(nn.Module):
         seed: int,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        stored: Callable[[str], Chunk] | None = None,
     ) -> None:
+        """Args: stored: name of a module -> all its layers with their weights; None: they are built and initialised."""
         super().__init__()
         self.mask = model.language.attention_mask
         self.position_axes = spec.text.position_axes
@@ -46,6 +49,9 @@ class ReferenceModel(nn.Module):
         self.encodes = model.vae is not None
         self.chunks = nn.ModuleDict()
         for module in spec.modules:
+            if stored is not None:
+                self.chunks[module.name] = stored(module.name)
+                continue
             whole = (0, len(module.layers))
             # The DiT is built as if there were no VAE: its latents come from this class.
             chunk_model = replace(model, vae=None) if module.name == "dit" else model
@@ -82,10 +88,22 @@ class ReferenceModel(nn.Module):
 
     def microbatch(self, tensors: Microbatch, counts: MicrobatchMeta, want_predictions: bool = False) -> LanguageOutput:
         """The output of one microbatch, its images in one sub-microbatch."""
-        features, fills = {}, {}
-        for name, of_module in by_module(tensors, counts).items():
-            features[name] = self.chunks[name](torch.cat(of_module.pixels), grids=of_module.grids)
-            fills[name] = FeatureRows(of_module.slots)
+        return self.text(tensors, counts, self.features(tensors, counts), want_predictions)
+
+    def features(self, tensors: Microbatch, counts: MicrobatchMeta) -> dict[str, Tensor]:
+        """Encoder -> the features of all its images of a microbatch, of those that have any."""
+        inputs = by_module(tensors, counts)
+        return {name: self.chunks[name](torch.cat(of.pixels), grids=of.grids) for name, of in inputs.items()}
+
+    def text(
+        self,
+        tensors: Microbatch,
+        counts: MicrobatchMeta,
+        features: Mapping[str, Tensor],
+        want_predictions: bool = False,
+    ) -> LanguageOutput:
+        """The output of the language model for one microbatch. Args: features: those of `features`."""
+        fills = {name: FeatureRows(of.slots) for name, of in by_module(tensors, counts).items()}
         output: LanguageOutput = self.chunks["language"](
             tensors.input_ids,
             attention=attention_context(language_bits(counts, self.mask)),

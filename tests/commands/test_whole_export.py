@@ -12,6 +12,8 @@ import transformers
 from PIL import Image
 from safetensors.torch import load_file
 
+from mmtrain.checkpoint.run_folder import open_run
+from mmtrain.commands import answering
 from mmtrain.commands.answering import Answerer, Sampling, asked, questions
 from mmtrain.commands.cli import main
 from mmtrain.commands.export import export
@@ -281,21 +283,30 @@ def test_an_exported_folder_starts_the_next_job(tmp_path):
             assert torch.equal(weights[name], parameter), name
 
 
-def test_what_is_no_whole_model_has_a_folder_for_each_part_and_no_answers(tmp_path):
+def test_what_is_no_whole_model_has_a_folder_for_each_part_and_answers_by_its_own_forward(tmp_path, images):
     model = model_config("qwen2_vl_vision")
     save_run(tmp_path / "run", model)
     assert export(tmp_path / "run", tmp_path / "out").folders == ("language", "projector", "vision")
-    with pytest.raises(
-        ConfigError, match=r"run cannot answer: transformers has no class for qwen2_vl_vision, projector mlp, qwen2"
-    ):
-        Answerer.of(tmp_path / "run")
     whole = whole_folder("qwen2_vl", tmp_path / "whole")
     save_run(tmp_path / "other", whole)
     assert export(tmp_path / "other", tmp_path / "parts", parts=True).folders == ("language", "vision")
     language = dataclasses.replace(whole.language, attention_mask="prefix")
     save_run(tmp_path / "prefix", dataclasses.replace(whole, language=language))
-    with pytest.raises(ConfigError, match='attention_mask = "prefix", but whole models attend causally'):
-        Answerer.of(tmp_path / "prefix")
+    ours = Answerer.of(tmp_path / "prefix")
+    assert not hasattr(ours, "model"), "whole models attend causally"
+    record, sampling = asked("what is <image> and <image>?", images), Sampling(max_new_tokens=8)
+    assert ours.answer(record, sampling) != Answerer.of(tmp_path / "other").answer(record, sampling)
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "clip, llama"])
+def test_our_forward_answers_as_the_class_of_transformers(tmp_path, images, name):
+    """Of runs that have a class: positions on three axes, windows, DeepStack, the features of an inner block."""
+    model = whole_folder(name, tmp_path / "whole")
+    limits = {"min_pixels": 256, "max_pixels": 4096} if name == "qwen3_vl" else {}
+    save_run(tmp_path / "run", model, data=DataConfig(source="unused", **limits))
+    record, sampling = asked("what is <image> and <image>?", images), Sampling(max_new_tokens=8)
+    ours = answering._Modules(open_run(tmp_path / "run")).answer(record, sampling)
+    assert ours == Answerer.of(tmp_path / "run").answer(record, sampling)
 
 
 def test_the_command_answers_questions_of_a_file(tmp_path, images, capsys, monkeypatch):
