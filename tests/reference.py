@@ -120,6 +120,14 @@ def model_config(
     )
 
 
+def two_grids(model: ModelConfig) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Patches of two items of [model.encoder], of different sizes where it takes any."""
+    shape = vision_shape(model)
+    if shape.any_size:
+        return (1, 4, 4), (1, 4, 6)
+    return shape.full_grid, ((1, 1, 6) if shape.packed else shape.full_grid)
+
+
 NOISE = ClipNoise(DiffusionConfig(caption_dropout=0.3), 7, 1, null_token=0)
 """The random choices for the clips of every batch: some captions are hidden."""
 
