@@ -61,7 +61,7 @@ def save_whole(folder: Path) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
     tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS)})
-    tiny_whole({**TEXT, "vocab_size": len(tokenizer)}).save_pretrained(folder)
+    tiny_whole({**TEXT, "vocab_size": -(-len(tokenizer) // 8) * 8}).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     extractor().save_pretrained(folder)
 

@@ -86,7 +86,11 @@ def _sounds(config: Config, module: str) -> str:
     rules = sound_rules(config.model, module)
     tokens = rules.num_tokens(rules.window_rows)
     seconds = rules.seconds(rules.window_samples)
-    return f"{module}: sound of {rules.rate:,} samples a second, in windows of {seconds:g} s, {tokens:,} tokens each"
+    of_window = "up to " if rules.packs_rows else ""
+    return (
+        f"{module}: sound of {rules.rate:,} samples a second, in windows of {of_window}{seconds:g} s, "
+        f"{of_window}{tokens:,} tokens each"
+    )
 
 
 def _images(config: Config, module: str) -> str:

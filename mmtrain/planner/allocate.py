@@ -69,12 +69,11 @@ class Candidate:
             pipeline_parallel_degree=self.num_ranks,
         )
         job = replace(config, parallelism=parallelism)
-        if self.ranks:
-            for (name, _), count in zip(config.model.cut_modules.items(), self.ranks, strict=True):
-                job = _with_ranks(job, name, count)
-            job = replace(job, planner=replace(job.planner, placement="parallel", partition="search"))
-        else:
-            job = replace(job, planner=replace(job.planner, placement="spread"))
+        modules = config.model.cut_modules.items()
+        for (name, section), count in zip(modules, self.ranks or [0] * len(modules), strict=True):
+            job = _with_ranks(job, name, count, 1 if self.ranks else section.num_segments)
+        placement = replace(job.planner, placement="parallel" if self.ranks else "spread")
+        job = replace(job, planner=replace(placement, partition="search") if self.ranks else placement)
         check(job)
         return job
 
@@ -93,6 +92,9 @@ class Candidate:
         ]
         for name, count in zip(config.model.cut_modules, self.ranks, strict=False):
             lines += ["", f"[{section_of(name)}]", "num_segments = 1", f"ranks = {count}"]
+        if not self.ranks:
+            given = [name for name, section in config.model.cut_modules.items() if section.ranks]
+            lines += [line for name in given for line in ("", f"[{section_of(name)}]", "ranks = 0")]
         return "\n".join(lines) + "\n"
 
 
@@ -319,11 +321,11 @@ def _slowest_s(layers: Sequence[float], num_ranks: int) -> float:
     return max(sum(layers[low:high]) for low, high in split_evenly(layers, num_ranks))
 
 
-def _with_ranks(config: Config, name: str, count: int) -> Config:
-    """The job with one segment and so many ranks of a module."""
+def _with_ranks(config: Config, name: str, count: int, num_segments: int) -> Config:
+    """The job with other segments and ranks of a module."""
     model: Any = config.model
     section, key = model.cut_modules[name], section_of(name).removeprefix("model.")
-    changed = replace(section, ranks=count, num_segments=1)
+    changed = replace(section, ranks=count, num_segments=num_segments)
     further = {"modules": {**model.modules, name: changed}} if key.startswith("modules.") else {key: changed}
     return replace(config, model=replace(model, **further))
 

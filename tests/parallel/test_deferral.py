@@ -41,6 +41,8 @@ CASES = {
     "recomputation": Case(model=model_config(), images=PAIRS, recompute=RECOMPUTE, runs=RUNS[2:4]),
     "inner features": Case(model=with_mask(deepstack(4), "modality"), images=PAIRS_ON_ONE, runs=RUNS[:2]),
     "sound": Case(model=model_config(others={"audio": "whisper_encoder"}), images=SOUND, runs=RUNS[1:3]),
+    "blocks": Case(model=model_config(), images=PAIRS, braids=2),
+    "memory options": Case(model=model_config(), images=PAIRS, memories=2),
     "split at a distance": Case(model=model_config(), images=PAIRS, runs=(("1F1B", 1, 2),)),
 }  # fmt: skip
 OF_CP = {
@@ -82,7 +84,7 @@ V = {
 TABLE = {
     MeshShape(): CASES,
     MeshShape(pp=2): CASES | V,
-    MeshShape(pp=4): {name: CASES[name] for name in ("trainable, tied", "frozen encoder", "sound")} | V,
+    MeshShape(pp=4): {name: CASES[name] for name in ("trainable, tied", "frozen encoder", "sound", "blocks")} | V,
     MeshShape(pp=2, tp=2): CASES | OF_TP,
     MeshShape(pp=2, cp=2): CASES | OF_CP,
     MeshShape(pp=2, dp_shard=2): CASES,
@@ -91,7 +93,7 @@ TABLE = {
 }
 DAILY = {
     MeshShape(pp=2): ("trainable, tied", "frozen encoder", "inner features", "one v"),
-    MeshShape(pp=4): ("sound",),
+    MeshShape(pp=4): ("sound", "blocks"),
     MeshShape(pp=2, tp=2): ("adapters", "images over tp"),
     MeshShape(pp=2, cp=2): ("patches", "recomputation"),
     MeshShape(pp=2, dp_shard=2): ("frozen language",),

@@ -1,5 +1,6 @@
 """Replicas with unequal numbers of microbatches in one step train as one process does on all of them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from mmtrain.data.noise import noise_batch
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.models.batch import Batch
 from mmtrain.trainer import Trainer
-from tests.jobs import SHALLOW, layout, metrics, write_config
+from tests.jobs import SHALLOW, layout, metrics, world_size, write_config
 from tests.parallel.parity import Case, check, layouts, run_layout
 from tests.parallel.test_parity import TOLERANCE
 from tests.planner.specs import microbatch
@@ -37,7 +38,9 @@ def test_loss_and_gradients(shape, cases):
 STEPS = 3
 SHAPES = [[(28, 28)], [], [(28, 56), (28, 28)], [(56, 56)], [], [(28, 28)], [], [(56, 28)]]
 """Height and width in pixels of the images of each microbatch."""
-OF_REPLICAS = [(0, 1, 2), (3, 4, 5, 6, 7)]
+OF_REPLICAS = [(0, 2, 1), (3, 4, 5, 6, 7)]
+DEFERRED = {2, 5}
+"""Microbatches whose images replicas encode with the microbatch before."""
 
 
 class Fed(Trainer):
@@ -46,16 +49,22 @@ class Fed(Trainer):
     def _take_up(self) -> None:
         super()._take_up()
         mesh = self.mesh
-        chosen = OF_REPLICAS[mesh.dp_rank] if mesh.shape.dp > 1 else range(len(SHAPES))
-        self._items = iter([self.placement.data.item(*batch_of(self.config, step, chosen)) for step in range(STEPS)])
+        several = mesh.shape.dp > 1
+        chosen = OF_REPLICAS[mesh.dp_rank] if several else range(len(SHAPES))
+        batches = [batch_of(self.config, step, chosen, deferral=several) for step in range(STEPS)]
+        self._items = iter([self.placement.data.item(*batch) for batch in batches])
 
 
-def batch_of(job: config.Config, step: int, chosen: range | tuple[int, ...]) -> tuple[Batch, IterationMeta]:
+def batch_of(
+    job: config.Config, step: int, chosen: range | tuple[int, ...], *, deferral: bool
+) -> tuple[Batch, IterationMeta]:
     """Some microbatches of a step; each has the same content, whichever others there are."""
     batch, metas = Batch(), []
     for number in chosen:
         sides = [(h // 14, w // 14) for h, w in SHAPES[number]]
         meta: MicrobatchMeta = microbatch(100 * step + number, sides, text_tokens=6 + number)
+        (document,) = meta.documents
+        meta = MicrobatchMeta(documents=(replace(document, deferred=deferral and number in DEFERRED),))
         metas.append(meta)
         one = noise_batch(job.model, IterationMeta(microbatches=(meta,)), seed=100 * step + number)
         batch.microbatches += one.microbatches
@@ -67,13 +76,14 @@ def run(rank: int, path: Path, overrides: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "extra", [layout(shard=2), [*layout(replicate=2), "planner.enable=true", "planner.budget_evaluations=30"]]
+    "extra", [layout(shard=2), [*layout(pp=2, replicate=2), "planner.enable=true", "planner.budget_evaluations=30"]]
 )
 def test_jobs_count_and_train_as_one_process(tmp_path, charts, extra):
     found = {}
-    for name, world, more in (("one", 1, []), ("two", 2, extra)):
+    for name, more in (("one", []), ("two", extra)):
         path = write_config(tmp_path / name, charts)
-        run_ranks(run, world, path, [*SHALLOW, *more, f"training.steps={STEPS}", "training.global_batch_size=8"])
+        keys = [*SHALLOW, *more, f"training.steps={STEPS}", "training.global_batch_size=8"]
+        run_ranks(run, world_size(more[:5]) if more else 1, path, keys)
         found[name] = {key: metrics(path.parent, key) for key in ("loss", "grad_norm", "tokens", "images", "patches")}
     one, two = found["one"], found["two"]
     for key in one:

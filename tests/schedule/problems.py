@@ -97,14 +97,19 @@ def in_pairs(
     num_microbatches: int,
     share: float = 0.5,
     *,
+    uneven: float = 0.0,
     memory_limit_bytes: Sequence[float | None] | None = None,
 ) -> PlanningProblem:
     """Vision and language on ranks of their own, with equal work in each microbatch on each of them: F 1 s, B 2 s.
 
-    Args: ranks: of vision and language. share: of the images of every other microbatch, which the next one reads.
+    Args:
+        ranks: of vision and language.
+        share: of the images of every other microbatch, which the next one reads.
+        uneven: part of the language work that every other microbatch has more, and the others less.
     """
     works: list[Work] = []
-    costs = [[option()], [option(1 - share, 2 * (1 - share), 1 - share)], [option(share, 2 * share, share)]]
+    sizes = (1.0, 1 - share, share, 1 + uneven, 1 - uneven)
+    costs = [[option(size, 2 * size, size)] for size in sizes]
     cost_index: list[list[int]] = []
     early: tuple[int, ...] = ()
     for m in range(num_microbatches):
@@ -113,7 +118,7 @@ def in_pairs(
             works.append(Work(module=0, microbatch=m, sub_microbatch=sub))
             cost_index.append([cost] * ranks[0])
         works.append(Work(module=1, microbatch=m, sub_microbatch=0, after=(*early, first)))
-        cost_index.append([0] * ranks[1])
+        cost_index.append([3 + m % 2] * ranks[1])
         early = (first + 1,) if len(parts) > 1 else ()
     total = sum(ranks)
     return PlanningProblem.build(
@@ -166,8 +171,8 @@ def one_v(draw: st.DrawFn, num_ranks: int, num_modules: int) -> list[list[int]]:
 def problems(
     draw: st.DrawFn, *, limits: bool = False, forward_only: bool = False, v: bool = False, joined: bool = False
 ) -> PlanningProblem:
-    """A random iteration: up to two modules that feed a last one, absent modalities, several
-    sub-microbatches, frozen modules and first layers, bytes between I and W, uneven segments, unusual
+    """A random iteration: up to two modules that feed a last one, absent modalities, several sub-microbatches, works
+    that feed the next microbatch, frozen modules and first layers, bytes between I and W, uneven segments, unusual
     placements, random costs.
 
     Args:
@@ -193,12 +198,16 @@ def problems(
         stage_rank += draw(st.permutations(turns)) if anywhere else turns
         modules.append(ModuleStages(name=f"m{m}", stages=tuple(range(first, len(stage_rank)))))
     works: list[Work] = []
-    for microbatch in range(draw(st.integers(1, 6))):
-        first = len(works)
+    owner: list[int] = []
+    num_microbatches, defers = draw(st.integers(1, 6)), draw(st.integers(0, 2)) == 0
+    for microbatch in range(num_microbatches):
         for m in range(num_modules - 1):
-            works += [Work(module=m, microbatch=microbatch, sub_microbatch=i) for i in range(draw(st.integers(0, 3)))]
-        after = tuple(range(first, len(works)))
+            for i in range(draw(st.integers(0, 3))):
+                works.append(Work(module=m, microbatch=microbatch, sub_microbatch=i))
+                owner.append(microbatch + (defers and microbatch + 1 < num_microbatches and draw(st.booleans())))
+        after = tuple(w for w, of in enumerate(owner) if of == microbatch and works[w].module < num_modules - 1)
         works.append(Work(module=num_modules - 1, microbatch=microbatch, sub_microbatch=0, after=after))
+        owner.append(microbatch)
     seconds = st.sampled_from([0.0, 0.5, 1.0, 1.25, 3.0])
     costs: list[list[Option]] = []
     cost_index: list[list[int]] = []
@@ -231,11 +240,11 @@ def problems(
     memory = None
     if limits:
         most = [0.0] * num_ranks
-        for microbatch in {w.microbatch for w in works}:
+        for microbatch in range(num_microbatches):
             sums = [0.0] * num_ranks
-            for w, row in zip(works, cost_index, strict=True):
+            for w, of, row in zip(works, owner, cost_index, strict=True):
                 for k, stage in enumerate(modules[w.module].stages):
-                    if w.microbatch == microbatch:
+                    if of == microbatch:
                         sums[stage_rank[stage]] += max(o.activation_bytes for o in costs[row[k]])
             most = [max(a, b) for a, b in zip(most, sums, strict=True)]
         memory = [amount * draw(st.sampled_from([1.0, 1.3, 2.0])) for amount in most]

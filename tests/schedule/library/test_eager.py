@@ -11,21 +11,35 @@ from mmtrain.schedule.plan import check
 from mmtrain.schedule.simulate import simulate
 from tests.schedule.problems import chain, in_pairs
 
+MICROBATCHES = {4: 12, 8: 32}
+"""Of each number of ranks."""
 
-def seconds(name: str, p: int, m: int, share: float, eager: int = 0) -> float:
-    problem = in_pairs((p // 2, p // 2), m, share)
+
+def seconds(name: str, p: int, share: float = 0.0, *, uneven: float = 0.0, eager: int = 0) -> float:
+    """The makespan of `in_pairs` on p ranks."""
+    problem = in_pairs((p // 2, p // 2), MICROBATCHES[p], share, uneven=uneven)
     plan = CATALOGUE[name].eager(eager).make(problem)
     check(plan, problem)
     return simulate(problem, plan).makespan_s
 
 
 @pytest.mark.parametrize(
-    ("p", "m", "plain", "deferred", "eager"), [(4, 12, 45.0, 55.0, 45.0), (8, 32, 117.0, 147.0, 123.0)]
+    ("name", "p", "equal", "uneven", "deferred"),
+    [
+        ("1F1B", 4, 45.0, 62.0, (55.0, 45.0, 45.0)),
+        ("1F1B", 8, 117.0, 167.0, (147.0, 123.0, 120.5)),
+        ("ZB-H1", 4, 39.0, 49.0, (42.0, 38.5, 38.5)),
+        ("ZB-H1", 8, 103.0, 131.0, (112.5, 103.5, 103.5)),
+        ("ZB-AutoSchedule", 8, 103.0, 104.5, (102.0,)),
+        ("interleave", 8, 117.0, 122.0, (116.0,)),
+    ],
 )
-def test_one_more_pair_in_flight_hides_deferral(p: int, m: int, plain: float, deferred: float, eager: float) -> None:
-    assert seconds("1F1B", p, m, 0.0) == plain
-    assert seconds("1F1B", p, m, 0.5) == deferred
-    assert seconds("1F1B", p, m, 0.5, 1) == eager
+def test_one_more_pair_in_flight_hides_late_backwards(
+    name: str, p: int, equal: float, uneven: float, deferred: tuple[float, ...]
+) -> None:
+    """The seconds of docs/deferral.md: deferral makes uneven loads equal, forwards ahead take back what it costs."""
+    assert (seconds(name, p), seconds(name, p, uneven=0.5)) == (equal, uneven)
+    assert tuple(seconds(name, p, 0.5, eager=count) for count in range(len(deferred))) == deferred
 
 
 def test_eager_schedules_are_those_of_the_names() -> None:

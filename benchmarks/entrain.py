@@ -1,0 +1,392 @@
+"""python benchmarks/entrain.py [--setups h800,a40-1b,a40-3b] [--workloads mix,interleaved] [--iterations 40]
+[--searched 40] [--evaluations 50] [--refinements 100] [--parts speed,std,cpu]
+
+Entrain (dissertation, chapter 4) part by part in simulation, on equal sets of samples.
+
+speed    seconds of an iteration's pipelines, the slowest of 4 replicas, over those of random microbatches under 1F1B
+         with modules on ranks of their own. 512 samples a step in 32 microbatches a replica, without limits of sizes
+         or memory. `own`: 1F1B, and those ranks for which the slowest stage is fastest by the work of 256 samples;
+         literal ranks are in proportion to that work, or to one sample's for DistTrain. `search`: all modules on all
+         ranks, plans searched
+std      table 4.3: standard deviation of the forward milliseconds of a microbatch in each module, for the workloads
+         that stand in for the thesis's data sets
+cpu      milliseconds of thread time of one assignment of 512 samples over 4 replicas
+
+h800: VLM-S (ViT 5B + Llama3 8B) at pp 8, tp 4, dp 4. a40-1b, a40-3b: Qwen2.5-VL's tower with Llama 3 of 1b and 3b at
+pp 8, tp 2, dp 4 on 64 A40s, as in the thesis.
+"""
+
+import argparse
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from pathlib import Path
+
+import numpy as np
+
+from mmtrain.config import config
+from mmtrain.config.config import Config
+from mmtrain.modality.metadata import DocumentMeta, IterationMeta, MicrobatchMeta
+from mmtrain.modality.split import split_evenly
+from mmtrain.modality.typical import Bins
+from mmtrain.planner.assign import AssignedMicrobatch, Assignment, Judge, SampleCost, assign
+from mmtrain.planner.forecast.workloads import draw
+from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.plan import make_plan
+from mmtrain.planner.plan_choice import search_seed, searched_plan
+from mmtrain.planner.sample_costs import PassesNs, SamplePricer, cost_of, times
+from mmtrain.planner.search.search import warm
+from mmtrain.planner.stable_batch import proportional
+from mmtrain.spec.spec import ZERO_WORK, WorkSize
+
+REPLICAS, MICROBATCHES, SAMPLES, RANKS = 4, 32, 512, 8
+WORKLOADS = ("mix", "interleaved")
+DATA_SETS = {
+    "mix": "SynthChartNet", "interleaved": "ChartQA", "science_qa": "CocoQA", "image_text_pairs": "LLaVA-150k"
+}  # fmt: skip
+"""Workload -> the thesis's data set in the same column. Both are ordered by how uneven they are; they are not alike."""
+PUBLISHED = {
+    "vision": {"disttrain": (208.07, 61.34, 22.82, 17.98), "entrain": (19.60, 15.23, 22.11, 8.11)},
+    "language a40-1b": {"disttrain": (77.92, 61.34, 22.82, 17.98), "entrain": (18.79, 15.23, 22.11, 8.11)},
+    "language a40-3b": {"disttrain": (164.55, 35.44, 5.37, 32.92), "entrain": (40.24, 25.72, 5.52, 31.66)},
+}
+"""Table 4.3, without units there; three of the four columns of Llama 1b repeat those of the vision rows."""
+TOWER = (
+    "{ model_type = 'qwen2_5_vl_vision', depth = 32, hidden_size = 1280, intermediate_size = 3420, num_heads = 16, "
+    "out_hidden_size = %d, patch_size = 14, spatial_merge_size = 2, window_size = 112, fullatt_block_indexes = "
+    "[7, 15, 23, 31] }"
+)
+LANGUAGES = {"a40-1b": (16, 2048, 8192, 32), "a40-3b": (28, 3072, 8192, 24)}
+"""Layers, width, inner width and heads of Llama 3.2."""
+A40 = """
+[model.encoder]
+config = {tower}
+[model.language]
+config = {{ model_type = "llama", num_hidden_layers = {layers}, hidden_size = {width}, intermediate_size = {inner}, num_attention_heads = {heads}, num_key_value_heads = 8, vocab_size = 128256, tie_word_embeddings = true }}
+[data]
+source = "nowhere"
+[training]
+steps = 1
+seq_len = 8192
+global_batch_size = 128
+mixed_precision_param = "bfloat16"
+[activation_checkpoint]
+mode = "full"
+[parallelism]
+tensor_parallel_degree = 2
+[planner]
+hardware = "a40x64"
+"""  # noqa: E501
+
+
+def job(setup: str, folder: Path, *overrides: str) -> Config:
+    """The job of a setup. Args: overrides: of its config."""
+    degrees = [
+        f"parallelism.pipeline_parallel_degree={RANKS}",
+        f"parallelism.data_parallel_shard_degree={REPLICAS}",
+        f"training.global_batch_size={REPLICAS * MICROBATCHES}",
+        "planner.memory_limit=",
+        *overrides,
+    ]
+    if setup == "h800":
+        return config.load("vlm_s.toml", ["planner.hardware=h800x128", *degrees])
+    layers, width, inner, heads = LANGUAGES[setup]
+    path = folder / f"{setup}.toml"
+    path.write_text(A40.format(tower=TOWER % width, layers=layers, width=width, inner=inner, heads=heads))
+    return config.load(path, degrees)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A model on a cluster."""
+
+    name: str
+    folder: Path
+    evaluations: int
+
+    @cached_property
+    def pricer(self) -> SamplePricer:
+        """Costs of samples."""
+        return SamplePricer.of(job(self.name, self.folder))
+
+    @cached_property
+    def searching(self) -> IterationPlanner:
+        """All modules on all ranks, plans searched."""
+        keys = ["planner.enable=true", f"planner.budget_evaluations={self.evaluations}", "planner.budget_s=0"]
+        return IterationPlanner.of(job(self.name, self.folder, *keys))
+
+    @cache  # noqa: B019
+    def own(self, ranks: tuple[int, ...], eager: int = 0) -> IterationPlanner:
+        """Modules on ranks of their own, 1F1B. Args: eager: forwards that run ahead."""
+        keys = [
+            "planner.enable=false",
+            "planner.placement=parallel",
+            "planner.sub_microbatch=false",
+            "parallelism.pipeline_parallel_schedule=1F1B",
+            f"planner.eager_forwards={eager}",
+        ]
+        for section, count in zip(("encoder", "language"), ranks, strict=True):
+            keys += [f"model.{section}.num_segments=1", f"model.{section}.ranks={count}"]
+        return IterationPlanner.of(job(self.name, self.folder, *keys))
+
+    def balanced_ranks(self, documents: Sequence[DocumentMeta]) -> tuple[int, ...]:
+        """Pipeline ranks for which the slowest stage of a mean microbatch is fastest."""
+        totals: dict[str, WorkSize] = {}
+        for document in documents:
+            for name, size in self.pricer.sizes(document).items():
+                totals[name] = totals.get(name, ZERO_WORK) + size
+        layers = [
+            [sum(pair) for pair in self.pricer.layer_seconds(name, times(size, 4 / len(documents)), fed=True)]
+            for name, size in totals.items()
+        ]
+
+        def slowest_s(first: int) -> float:
+            split = zip(layers, (first, RANKS - first), strict=True)
+            return max(sum(of[low:high]) for of, n in split for low, high in split_evenly(of, n))
+
+        best = min(range(1, RANKS), key=slowest_s)
+        return best, RANKS - best
+
+    def ranks(self, costs: Sequence[SampleCost]) -> tuple[int, ...]:
+        """Pipeline ranks of encoder and language model in proportion to the work of some samples."""
+        work = np.array([[sum(c.encoder_ns for c in costs), sum(c.language_ns for c in costs)]], float)
+        most = [len(module.layers) for module in self.pricer.spec.modules]
+        return tuple(map(int, proportional(work, RANKS, most)[0]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """The samples of one step."""
+
+    documents: tuple[DocumentMeta, ...]
+    passes: tuple[Mapping[str, PassesNs], ...]
+    costs: tuple[SampleCost, ...]
+
+    @classmethod
+    def drawn(cls, setup: Setup, workload: str, iteration: int) -> "Step":
+        """512 samples of a workload."""
+        bins = replace(Bins.of(job(setup.name, setup.folder)), num_microbatches=8)
+        found: list[DocumentMeta] = []
+        for part in itertools.count():
+            meta = draw(workload, bins, seed=iteration, iteration=part)
+            found += [document for microbatch in meta.microbatches for document in microbatch.documents]
+            if len(found) >= SAMPLES:
+                break
+        documents = tuple(
+            replace(document, sample=i, images=tuple(replace(image, sample=i) for image in document.images))
+            for i, document in enumerate(found[:SAMPLES])
+        )
+        passes = tuple(setup.pricer.ns(document) for document in documents)
+        return cls(documents=documents, passes=passes, costs=tuple(cost_of(setup.pricer.spec, of) for of in passes))
+
+    @property
+    def bins(self) -> list[list[int]]:
+        """Microbatches of four samples each, as drawn."""
+        size = SAMPLES // (REPLICAS * MICROBATCHES)
+        return [list(range(b * size, (b + 1) * size)) for b in range(REPLICAS * MICROBATCHES)]
+
+    def assigned(self, policy: str, **options: object) -> Assignment:
+        """The samples under a policy."""
+        return assign(policy, self.costs, self.bins, num_replicas=REPLICAS, num_ranks=RANKS, **options)  # type: ignore[arg-type]
+
+    def metas(self, assignment: Assignment) -> list[IterationMeta]:
+        """[replica] -> its microbatches."""
+        return [self.meta(own) for own in assignment.replicas]
+
+    def meta(self, microbatches: Sequence[AssignedMicrobatch]) -> IterationMeta:
+        """The microbatches of one replica."""
+        metas, arriving = [], tuple[int, ...]()
+        for own in microbatches:
+            early = [i for i in arriving if self.documents[i].images]
+            late = [i for i in arriving if i not in early]
+            documents = [replace(self.documents[i], deferred=True) for i in early]
+            documents += [self.documents[i] for i in (*late, *(i for i in own.samples if i not in own.deferred))]
+            metas.append(MicrobatchMeta(documents=tuple(documents)))
+            arriving = own.deferred
+        return IterationMeta(microbatches=tuple(metas))
+
+
+def seconds(planner: IterationPlanner, metas: Sequence[IterationMeta], iteration: int) -> float:
+    """The makespan of the slowest replica."""
+    makespans = []
+    for replica, meta in enumerate(metas):
+        searched = planner.section.enable
+        _, problem = planner.problem(meta, searched=searched)
+        if searched:
+            seed = search_seed(0, iteration, replica)
+            result = searched_plan(problem, planner.schedule, planner.section, seed=seed)
+        else:
+            result = make_plan(problem, planner.schedule)
+        assert result.timeline is not None, result.message
+        makespans.append(result.timeline.makespan_s)
+    return max(makespans)
+
+
+def judge(setup: Setup, step: Step) -> Judge:
+    """The makespan of one replica in the order of `interleave`, without a search."""
+    quick = replace(setup.searching, section=replace(setup.searching.section, enable=False))
+
+    def judged(microbatches: Sequence[AssignedMicrobatch]) -> float:
+        return seconds(quick, [step.meta(microbatches)], 0)
+
+    return judged
+
+
+Variant = tuple[str, Callable[[Step], Assignment], Callable[[Setup, Step], IterationPlanner]]
+
+
+def variants(setup: Setup, ranks: Sequence[tuple[int, ...]], refinements: int) -> list[Variant]:
+    """(name, assignment, planner). Args: ranks: balanced, Entrain's, DistTrain's. refinements: makespans to ask for."""
+    own, literal, of_one = map(setup.own, ranks)
+    ahead = {n: setup.own(ranks[0], eager=n) for n in (1, 2)}
+    literal_ahead = setup.own(ranks[1], eager=2)
+    few = {"fewer_microbatches": True}
+    return [
+        ("random microbatches, own", lambda s: s.assigned("none"), lambda u, s: own),
+        ("random microbatches, literal ranks", lambda s: s.assigned("none"), lambda u, s: literal),
+        ("DistTrain: reordered, ranks of one sample", lambda s: s.assigned("disttrain"), lambda u, s: of_one),
+        ("DistTrain: reordered, own", lambda s: s.assigned("disttrain"), lambda u, s: own),
+        (
+            "literal Entrain: K_eff, deferral, 2 ahead, literal ranks",
+            lambda s: s.assigned("entrain", defer=True, **few),
+            lambda u, s: literal_ahead,
+        ),
+        ("Entrain's assignment, 32 microbatches, own", lambda s: s.assigned("entrain"), lambda u, s: own),
+        ("  + fewer microbatches (K_eff)", lambda s: s.assigned("entrain", **few), lambda u, s: own),
+        ("  + deferral", lambda s: s.assigned("entrain", defer=True, **few), lambda u, s: own),
+        *(
+            (f"  + {n} forwards ahead", lambda s: s.assigned("entrain", defer=True, **few), lambda u, s, n=n: ahead[n])
+            for n in ahead
+        ),
+        ("  deferral, 2 ahead, 32 microbatches", lambda s: s.assigned("entrain", defer=True), lambda u, s: ahead[2]),
+        ("balanced, own", lambda s: s.assigned("balanced"), lambda u, s: own),
+        ("random microbatches, search", lambda s: s.assigned("none"), lambda u, s: u.searching),
+        ("Entrain's assignment (K_eff), search", lambda s: s.assigned("entrain", **few), lambda u, s: u.searching),
+        ("  + deferral", lambda s: s.assigned("entrain", defer=True, **few), lambda u, s: u.searching),
+        ("  32 microbatches, no deferral", lambda s: s.assigned("entrain"), lambda u, s: u.searching),
+        ("  32 microbatches, deferral", lambda s: s.assigned("entrain", defer=True), lambda u, s: u.searching),
+        ("balanced, search", lambda s: s.assigned("balanced"), lambda u, s: u.searching),
+        (
+            f"  + refined by {refinements} makespans",
+            lambda s: s.assigned("balanced", judge=judge(setup, s), evaluations=refinements),
+            lambda u, s: u.searching,
+        ),
+    ]
+
+
+def speed(setup: Setup, workload: str, iterations: int, searched: int, refinements: int) -> None:
+    """Prints the table of one setup and workload. Args: searched: iterations of the rows with a search."""
+    first = Step.drawn(setup, workload, 10**6)
+    single = next(cost for cost in first.costs if cost.encoder_ns)
+    ranks = [setup.balanced_ranks(first.documents[:256]), setup.ranks(first.costs[:256]), setup.ranks([single])]
+    rows = variants(setup, ranks, refinements)
+    found: list[list[float]] = [[] for _ in rows]
+    counts: list[list[int]] = [[] for _ in rows]
+    start = time.perf_counter()
+    for iteration in range(iterations):
+        step, known = Step.drawn(setup, workload, iteration), dict[tuple[int, str], float]()
+        for index, (_, assigned, planner) in enumerate(rows):
+            if iteration >= searched and planner(setup, step).section.enable:
+                continue
+            assignment = assigned(step)
+            counts[index] += [len(own) for own in assignment.replicas]
+            key = (id(planner(setup, step)), assignment.digest)
+            if key not in known:
+                known[key] = seconds(planner(setup, step), step.metas(assignment), iteration)
+            found[index].append(known[key])
+    splits = ", ".join(":".join(map(str, one)) for one in ranks)
+    base, spent = statistics.fmean(found[0]), time.perf_counter() - start
+    print(
+        f"\n{setup.name}, {workload}, {iterations} iterations ({searched} searched), {base:.3f} s; {spent:.0f} s to run"
+    )
+    print(f"ranks by slowest stage, by ratio, by one sample: {splits}")
+    print("| | speed | least | most | microbatches |\n|---|---|---|---|---|")
+    for (name, _, _), own, numbers in zip(rows, found, counts, strict=True):
+        ratios = [one / other for one, other in zip(found[0], own, strict=False)]
+        mean = statistics.fmean(found[0][: len(own)]) / statistics.fmean(own)
+        between = f"{min(ratios):.2f} | {max(ratios):.2f} | {min(numbers)} to {max(numbers)}"
+        print(f"| {name} | {mean:.2f} | {between} |", flush=True)
+
+
+def forward_ms(step: Step, assignment: Assignment, module: int) -> float:
+    """Standard deviation over all microbatches of the forward milliseconds of encoder (0) or language model (1)."""
+    names = ("vision", "language")
+    spent = []
+    for replica, own in enumerate(assignment.replicas):
+        members = [one.samples for one in own] if module == 0 else assignment.language_samples(replica)
+        for samples in members:
+            passes = [step.passes[i].get(names[module]) for i in samples]
+            spent.append(sum(of.forward for of in passes if of is not None) / 1e6)
+    return statistics.pstdev(spent)
+
+
+def std(setups: Sequence[Setup], iterations: int) -> None:
+    """Prints our table 4.3."""
+    policies: dict[str, dict[str, object]] = {
+        "none": {}, "disttrain": {}, "entrain": {"defer": True, "fewer_microbatches": True},
+        "entrain, 32 microbatches": {"defer": True}, "balanced": {},
+    }  # fmt: skip
+    print(f"\nstandard deviation of forward milliseconds of a microbatch, mean of {iterations} steps")
+    print("| | policy | " + " | ".join(DATA_SETS) + " | thesis: " + ", ".join(DATA_SETS.values()) + " |")
+    print("|---" * (3 + len(DATA_SETS)) + "|")
+    for module, setup in [(0, setups[0]), *((1, setup) for setup in setups)]:
+        label = "vision" if module == 0 else f"language {setup.name}"
+        for name, options in policies.items():
+            cells = []
+            for workload in DATA_SETS:
+                steps = [Step.drawn(setup, workload, i) for i in range(iterations)]
+                values = [forward_ms(s, s.assigned(name.partition(",")[0], **options), module) for s in steps]
+                cells.append(f"{statistics.fmean(values):.2f}")
+            of_thesis = PUBLISHED.get(label, {}).get(name, ())
+            print(f"| {label} | {name} | {' | '.join(cells)} | {', '.join(map(str, of_thesis))} |", flush=True)
+
+
+def cpu(setup: Setup, repetitions: int = 20) -> None:
+    """Prints thread milliseconds of each policy."""
+    step = Step.drawn(setup, "mix", 0)
+    print("\n| policy | ms of thread time |\n|---|---|")
+    for policy in ("entrain", "disttrain", "balanced"):
+        spent = []
+        for _ in range(repetitions):
+            start = time.thread_time()
+            step.assigned(policy, defer=True)
+            spent.append(time.thread_time() - start)
+        print(f"| {policy} | {1e3 * statistics.median(spent):.1f} |")
+    start = time.thread_time()
+    fresh = SamplePricer.of(job(setup.name, setup.folder))
+    for document in step.documents:
+        fresh.cost(document)
+    print(f"| prices of 512 samples, nothing cached | {1e3 * (time.thread_time() - start):.0f} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--setups", default="h800,a40-1b,a40-3b")
+    parser.add_argument("--workloads", default=",".join(WORKLOADS))
+    parser.add_argument("--iterations", type=int, default=40)
+    parser.add_argument("--searched", type=int, default=40, help="iterations of the rows with a search, at most")
+    parser.add_argument("--evaluations", type=int, default=50)
+    parser.add_argument("--refinements", type=int, default=100)
+    parser.add_argument("--parts", default="speed,std,cpu")
+    args = parser.parse_args()
+    warm()
+    with tempfile.TemporaryDirectory() as folder:
+        setups = [
+            Setup(name=name, folder=Path(folder), evaluations=args.evaluations) for name in args.setups.split(",")
+        ]
+        if "speed" in args.parts:
+            for setup in setups:
+                for workload in args.workloads.split(","):
+                    speed(setup, workload, args.iterations, min(args.searched, args.iterations), args.refinements)
+        if "std" in args.parts:
+            std([setup for setup in setups if setup.name in LANGUAGES] or setups, args.iterations)
+        if "cpu" in args.parts:
+            cpu(setups[0])
+
+
+if __name__ == "__main__":
+    main()
