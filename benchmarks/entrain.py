@@ -1,7 +1,7 @@
 """python benchmarks/entrain.py [--setups h800,a40-1b,a40-3b] [--workloads mix,interleaved] [--iterations 40]
 [--searched 40] [--evaluations 50] [--refinements 100] [--parts speed,std,cpu]
 
-Entrain (dissertation, chapter 4) part by part in simulation, on equal sets of samples.
+Entrain (Jang, dissertation, University of Michigan, 2026, chapter 4) part by part in simulation, on equal samples.
 
 speed    seconds of an iteration's pipelines, the slowest of 4 replicas, over those of random microbatches under 1F1B
          with modules on ranks of their own. 512 samples a step in 32 microbatches a replica, without limits of sizes

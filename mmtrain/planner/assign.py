@@ -1,7 +1,8 @@
 """Which sample of a step runs in which microbatch of which replica. Pure: integers and explicit keys of ties, so that
 every process that knows the same costs gets the same assignment.
 
-Source: Entrain (Jang, dissertation, chapter 4), algorithm 4; DistTrain, arXiv:2408.04275, section 5.
+Sources: Entrain (Jang, Efficient Multimodal Model Training at Scale, dissertation, University of Michigan, 2026,
+algorithm 4); DistTrain, arXiv:2408.04275, section 5.
 """
 
 import difflib

@@ -1,8 +1,9 @@
 """How many samples show how much of a model's work each module has: Entrain's smallest stable batch. Pure.
 
-Source: Entrain (Jang, dissertation, chapter 4), algorithm 2. Where it falls short, this differs: the allowed error is
-divided among the doublings of the batch, of which each is one more chance to pass by luck; and batches must agree with
-all known samples, since a rare heavy sample is in none of a few small batches.
+Source: Entrain (Jang, Efficient Multimodal Model Training at Scale, dissertation, University of Michigan, 2026,
+algorithm 2). Where it falls short, this differs: the allowed error is divided among the doublings of the batch, of
+which each is one more chance to pass by luck; and batches must agree with all known samples, since a rare heavy sample
+is in none of a few small batches.
 """
 
 import math
