@@ -333,16 +333,17 @@ def std(setups: Sequence[Setup], iterations: int) -> None:
     print(f"\nstandard deviation of forward milliseconds of a microbatch, mean of {iterations} steps")
     print("| | policy | " + " | ".join(DATA_SETS) + " | thesis: " + ", ".join(DATA_SETS.values()) + " |")
     print("|---" * (3 + len(DATA_SETS)) + "|")
-    for module, setup in [(0, setups[0]), *((1, setup) for setup in setups)]:
-        label = "vision" if module == 0 else f"language {setup.name}"
-        for name, options in policies.items():
-            cells = []
-            for workload in DATA_SETS:
-                steps = [Step.drawn(setup, workload, i) for i in range(iterations)]
-                values = [forward_ms(s, s.assigned(name.partition(",")[0], **options), module) for s in steps]
-                cells.append(f"{statistics.fmean(values):.2f}")
-            of_thesis = PUBLISHED.get(label, {}).get(name, ())
-            print(f"| {label} | {name} | {' | '.join(cells)} | {', '.join(map(str, of_thesis))} |", flush=True)
+    for setup in setups:
+        drawn = {name: [Step.drawn(setup, name, i) for i in range(iterations)] for name in DATA_SETS}
+        for module in (0, 1) if setup is setups[0] else (1,):
+            label = f"language {setup.name}" if module else "vision"
+            for name, options in policies.items():
+                cells = []
+                for steps in drawn.values():
+                    values = [forward_ms(s, s.assigned(name.partition(",")[0], **options), module) for s in steps]
+                    cells.append(f"{statistics.fmean(values):.2f}")
+                of_thesis = PUBLISHED.get(label, {}).get(name, ())
+                print(f"| {label} | {name} | {' | '.join(cells)} | {', '.join(map(str, of_thesis))} |", flush=True)
 
 
 def cpu(setup: Setup, repetitions: int = 20) -> None:
