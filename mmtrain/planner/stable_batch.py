@@ -170,7 +170,7 @@ def _message(last: Trial, whole: tuple[int, ...], num_known: int, is_whole: bool
     known = f"all {num_known} samples of the source" if is_whole else f"the {num_known} samples that were read"
     if last.passed:
         return (
-            f"b_min = {last.num_samples}: {last.num_batches} batches of {last.num_samples} samples all ask for "
+            f"b_min = {last.num_samples}: {last.num_batches} batches of that many samples all ask for "
             f"{_ratio(whole)}, as {known} do; with confidence {1 - alpha:g} at most {p_error:g} of such batches do not"
         )
     others = [(allocation, count) for allocation, count in last.allocations if allocation != whole]
