@@ -308,6 +308,7 @@ def _paired(step: _Step, microbatches: list[list[int]], levels: int) -> tuple[As
     placed: list[AssignedMicrobatch] = []
     for position, i in enumerate(over):
         j = under[match.partner[position]]
+        # Rounded sums may ask for all samples of i; the pair would then take longer than i alone, and does not defer.
         placed.append(AssignedMicrobatch(tuple(microbatches[i]), subsets[i, j] if match.defers[position] else ()))
         placed.append(AssignedMicrobatch(tuple(microbatches[j])))
     alone = [j for p, j in enumerate(under) if p not in match.partner]
