@@ -4,7 +4,10 @@ import json
 
 import pytest
 
+from mmtrain.commands.answering import Answerer, Sampling
 from mmtrain.commands.cli import main
+from mmtrain.config import config
+from mmtrain.data.questions import Decoding
 from mmtrain.run_page.charts import charts
 from mmtrain.run_page.runs import read_run
 from tests.jobs import layout, metrics, train
@@ -14,7 +17,11 @@ from tests.test_sound_training import SHALLOW, write_job
 pytestmark = pytest.mark.ranks
 
 MODULES = ["vision", "audio", "maps", "language"]
-WORDS = ["training.steps=2", "checkpoint.enable=true", "metrics.timeline_freq=1"]
+WORDS = [
+    "training.steps=2", "checkpoint.enable=true", "metrics.timeline_freq=1", "validation.enable=true",
+    "validation.steps=1", "data.validation_split=train", "validation.generate=6", "validation.generate_tokens=5",
+    "optimizer.lr=1e-5", "model.language.config.tie_word_embeddings=false",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +51,16 @@ def test_each_module_has_its_seconds_flops_and_bubble(run, capsys):
     assert main(["report", str(run / "run")]) == 0
     page = (run / "run/report.html").read_text()
     assert all(f"MFU {name}" in page for name in MODULES)
+
+
+def test_one_process_answers_as_the_pipeline_of_the_job(run):
+    answers = json.loads((run / "run/answers/step-2.json").read_text())["answers"]
+    asked = Decoding(config.load(run / "run/config.toml"), dp_rank=0, dp_degree=1)._asked
+    answerer, sampling = Answerer.of(run / "run"), Sampling(max_new_tokens=5)
+    assert [answer["answer"] for answer in answers] == [answerer.answer(one.question.record, sampling) for one in asked]
+    assert len({answer["answer"] for answer in answers}) > 3, "as random weights say"
+    kinds = {image.module for one in asked for image in one.read.document.meta.images}
+    assert kinds == {"vision", "audio", "maps"} and len(asked) == 6
 
 
 def test_the_run_is_exported_and_answers(run, capsys):

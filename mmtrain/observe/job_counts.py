@@ -9,6 +9,7 @@ from mmtrain.modality.metadata import IterationMeta
 from mmtrain.observe.step_metrics import PlannerMetrics
 from mmtrain.parallel.mesh import Mesh
 from mmtrain.parallel.planning import Planned, PlanStatus
+from mmtrain.planner.iteration import IterationPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,10 @@ class StepCounts:
     frames: int
     video_tokens: int
     skipped_samples: int
+    deferred_images: int
+    """Encoded with the microbatch before."""
+    not_deferred: int
+    """Microbatches whose deferral was given up for lack of memory."""
     late: int
     """Replicas whose search was not done in time."""
     failed: int
@@ -46,15 +51,17 @@ class StepCounts:
 
     @classmethod
     def of(
-        cls, meta: IterationMeta, flops: float, planned: Planned | None, measured_s: float, planned_s: float
+        cls, meta: IterationMeta, plan: IterationPlan, flops: float, planned: Planned | None, measured_s: float
     ) -> "StepCounts":
         """Those of one replica.
 
         Args:
             flops: of its batch.
             planned: None without the planner.
-            measured_s, planned_s: makespan, measured and simulated.
+            measured_s: measured makespan.
         """
+        assert plan.result.timeline is not None
+        planned_s = plan.result.timeline.makespan_s
         status = planned.status if planned else PlanStatus.READY
         return cls(
             flops=flops,
@@ -73,6 +80,8 @@ class StepCounts:
             frames=meta.num_frames,
             video_tokens=meta.num_video_tokens,
             skipped_samples=meta.num_skipped,
+            deferred_images=sum(len(item.units) for item in plan.batching.items if item.deferred),
+            not_deferred=len(plan.batching.not_deferred),
             late=int(status is PlanStatus.TIMED_OUT),
             failed=int(status in (PlanStatus.FAILED, PlanStatus.BROKEN)),
             invalid=int(status is PlanStatus.INVALID),

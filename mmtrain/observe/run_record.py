@@ -128,10 +128,8 @@ class RunRecord:
         assert plan.result.plan is not None
         timing = StepTiming.gathered(self._mesh, plan.result.plan, step.outcome)
         flops = self._planner.flops(plan.batching)
-        assert plan.result.timeline is not None
-        makespans_s = timing.makespan_s, plan.result.timeline.makespan_s
-        counts = StepCounts.of(step.meta, sum(f.total for f in flops.values()), step.planned, *makespans_s)
-        counts = counts.summed(self._mesh)
+        total = sum(f.total for f in flops.values())
+        counts = StepCounts.of(step.meta, plan, total, step.planned, timing.makespan_s).summed(self._mesh)
         self._counts.add(counts)
         if self._mesh.rank != 0:
             return
@@ -181,6 +179,8 @@ class RunRecord:
             frames=counts.frames,
             video_tokens=counts.video_tokens,
             skipped_samples=self._counts.skipped_samples,
+            deferred_images=counts.deferred_images,
+            not_deferred=counts.not_deferred,
             bubble=timing.bubble,
             flops=counts.flops / shape.world_size,
             peak_flops=self._peak_flops,
