@@ -53,7 +53,7 @@ from mmtrain.observe.step_memory import DeviceMemory, JobMemory
 from mmtrain.observe.step_metrics import Validation
 from mmtrain.observe.validation import count_answers, next_tokens, validation_of_all, whole_predictions
 from mmtrain.parallel.activation_memory import saved_ops
-from mmtrain.parallel.build import LocalModel, check_same_program, check_same_schedule
+from mmtrain.parallel.build import LocalModel, check_same_assignment, check_same_program, check_same_schedule
 from mmtrain.parallel.collectives import errors_on_all, sum_over
 from mmtrain.parallel.feed import StepFeed
 from mmtrain.parallel.feeds.inputs import StepInputs
@@ -348,6 +348,7 @@ class Trainer:
 
         Raises: TrainingError: the batch has nothing to predict.
         """
+        check_same_assignment(item.meta, self.mesh)
         num_targets = sum_over(self.mesh.batch_group, self._num_targets(item.meta))
         if num_targets == 0:
             lack = "no clip that can be read" if self._denoising else "no token to predict; check the records' answers"

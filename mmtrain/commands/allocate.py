@@ -100,4 +100,6 @@ def _allocate(args: argparse.Namespace) -> int:
     peak = answer.ranked[0].peak_bytes
     print(f"\n# {answer.ranked[0].seconds:.3f} s an iteration, at most {peak / GIB:.1f} GiB a rank, simulated")
     print(answer.best.toml(job), end="")
+    if answer.best.ranks and answer.stability is not None and answer.stability.num_samples:
+        print(f"\n[assignment]\nstable_samples = {answer.stability.num_samples}")
     return 0

@@ -13,6 +13,7 @@ import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mmtrain.config.assignment import AssignmentConfig
 from mmtrain.config.data import DataConfig, DiffusionConfig, TokenizerConfig
 from mmtrain.config.model import (
     LoRAConfig,
@@ -51,6 +52,7 @@ class Config:
     model: ModelConfig
     data: DataConfig
     training: TrainingConfig
+    assignment: AssignmentConfig = field(default_factory=AssignmentConfig)
     job: JobConfig = field(default_factory=JobConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
@@ -108,6 +110,7 @@ def check(config: Config) -> None:
             f"training.global_batch_size = {config.training.global_batch_size} microbatches cannot be shared "
             f"equally by {dp} data-parallel replicas; make it a multiple of {dp}"
         )
+    _check_assignment(config)
     if config.training.seq_len < parallelism.context_parallel_degree:
         raise ConfigError(
             f"training.seq_len = {config.training.seq_len} tokens cannot be divided by "
@@ -159,6 +162,39 @@ def check(config: Config) -> None:
         check_memory_limit(
             config, keeps_limits=config.parallelism.pipeline_parallel_schedule in MEMORY_BOUNDED_SCHEDULES
         )
+
+
+def _check_assignment(config: Config) -> None:
+    """Refuses numbers of samples that no step can have, and policies that do not fit the model."""
+    section, bins = config.assignment, config.training.global_batch_size
+    if section == AssignmentConfig():
+        return
+    if config.model.dit is not None:
+        raise ConfigError(
+            "[assignment] with [model.dit]: clips are not assigned to microbatches by what they cost yet; remove the "
+            "section"
+        )
+    number, most = section.samples_per_step, bins * config.training.seq_len // LEAST_SAMPLE_TOKENS
+    if number and number < bins:
+        raise ConfigError(
+            f"assignment.samples_per_step = {number} is below training.global_batch_size = {bins} microbatches, each "
+            "of which needs a sample; raise the first or lower the second"
+        )
+    if number > most:
+        raise ConfigError(
+            f"assignment.samples_per_step = {number}, but {bins} microbatches (training.global_batch_size) of "
+            f"training.seq_len = {config.training.seq_len} tokens hold at most {most} samples of "
+            f"{LEAST_SAMPLE_TOKENS} tokens; lower the first or raise one of the others"
+        )
+    if section.defer and not config.model.encoders:
+        raise ConfigError(
+            "assignment.defer = true, but the model has no encoder whose works could come a microbatch earlier; remove "
+            "it, or add [model.encoder]"
+        )
+
+
+LEAST_SAMPLE_TOKENS = 2
+"""A question and a token to predict."""
 
 
 def _check_eager(config: Config) -> None:

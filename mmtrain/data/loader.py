@@ -25,6 +25,7 @@ from mmtrain.errors import ConfigError, DataError, MMTrainError
 from mmtrain.launch.processes import STOPS, stops_held
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.models.batch import Batch, ClipMicrobatch, Microbatch
+from mmtrain.planner.step_assignment import StepAssigner
 
 Step = tuple[Batch, IterationMeta, LoaderState]
 """A replica's tensors, their metadata, and the loader state after them."""
@@ -43,6 +44,7 @@ class Loader:
         shuffle: None: `data.shuffle` on the training split, false on others.
         num_steps: steps after which the iterator ends; None: never. The epochs of a source follow each other.
         num_workers: background processes; None: `data.num_workers`; 0: steps are made when they are requested.
+        assigner: see `StepMaker`.
     Raises: ConfigError: anything that cannot be opened; with workers, the first step raises it.
     """
 
@@ -57,6 +59,7 @@ class Loader:
         shuffle: bool | None = None,
         num_steps: int | None = None,
         num_workers: int | None = None,
+        assigner: StepAssigner | None = None,
     ) -> None:
         bins = config.training.global_batch_size
         if not 0 <= dp_rank < dp_degree or bins % dp_degree:
@@ -72,7 +75,7 @@ class Loader:
         self._prefetch = config.data.prefetch
         self._steps = _Steps(
             config,
-            {"split": split, "shuffle": shuffle, "dp_rank": dp_rank, "dp_degree": dp_degree},
+            {"split": split, "shuffle": shuffle, "dp_rank": dp_rank, "dp_degree": dp_degree, "assigner": assigner},
             self._first,
             num_steps,
             as_wire=self._num_workers > 0,

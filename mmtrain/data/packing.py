@@ -280,6 +280,7 @@ def plan_step(
     *,
     num_bins: int,
     limits: tuple[Limit, ...],
+    num_samples: int = 0,
 ) -> StepPlan:
     """The bins of the step that starts at `state`, and the state after it.
 
@@ -291,6 +292,8 @@ def plan_step(
         size: sample -> a number for each limit (1 .. most), or why it is left out, or None behind the end of a stream.
         num_bins: microbatches of the step over all replicas.
         limits: capacity of one microbatch; a sample goes to the first one that has room under all of them.
+        num_samples: after which the step ends, if not earlier; 0: no such number. With one, bins need not fill up, and
+            a sample goes to the one that has most room under the first limit.
     Raises: DataError: the source has too few usable samples to put one into each bin.
     """
     order.check(state)
@@ -298,8 +301,8 @@ def plan_step(
     full = tuple(limit.most for limit in limits)
     room = [full] * num_bins
     dropped: dict[int, Dropped] = {}
-    epoch_ends, num_read = Counter[int](), 0
-    while True:
+    epoch_ends, num_read, num_used = Counter[int](), 0, 0
+    while not num_samples or num_used < num_samples:
         item = None if order.ends(state) else size(sample := order.sample(state))
         if item is None:
             epoch_ends[source := order.source(state)] += 1
@@ -313,11 +316,13 @@ def plan_step(
             dropped[sample] = item
         else:
             assert len(item) == len(full) and min(item) > 0 and _fits(item, full), (sample, item, limits)
-            index = next((b for b in range(num_bins) if _fits(item, room[b])), None)
+            with_room = (b for b in range(num_bins) if _fits(item, room[b]))
+            index = max(with_room, key=lambda b: room[b][0], default=None) if num_samples else next(with_room, None)
             if index is None:
                 break
             bins[index].append(sample)
             room[index] = tuple(free - used for free, used in zip(room[index], item, strict=True))
+            num_used += 1
         num_read += 1
         state = order.after(state)
     if not all(bins):

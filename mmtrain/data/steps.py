@@ -4,9 +4,12 @@ Every process that makes steps plans all of them (from token counts and headers 
 clips of its own microbatches.
 """
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, Protocol, TypeVar
 
 from mmtrain.config.config import Config
@@ -27,8 +30,9 @@ from mmtrain.data.packing import (
 )
 from mmtrain.data.sources import Sources
 from mmtrain.errors import ConfigError, DataError, one_line
-from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta, sample_name
+from mmtrain.modality.metadata import AssignmentMeta, IterationMeta, MicrobatchMeta, sample_name
 from mmtrain.models.batch import Batch, check_batch
+from mmtrain.planner.step_assignment import StepAssigner, language_samples
 from mmtrain.spec.vae_shapes import latent_scale
 
 M = TypeVar("M")
@@ -36,6 +40,9 @@ M = TypeVar("M")
 R = TypeVar("R")
 """The same with its content decoded."""
 T = TypeVar("T")
+Member = tuple[int, int, bool]
+"""Of a microbatch: a sample, how often its index occurs earlier in the step, and whether encoders read it with the
+microbatch before."""
 
 
 class Samples(Protocol[M, R]):
@@ -94,11 +101,22 @@ class StepMaker:
     Args:
         split, shuffle: the samples, and whether their order is drawn for each epoch.
         dp_rank, dp_degree: index and number of replicas.
+        assigner: which microbatch a sample goes to, and how many a step has; None: bin g of first-fit is one of replica
+            g % dp_degree, and a step fills all of them.
     Raises: ConfigError: source, split, tokenizer or image processor do not exist or do not fit the model.
     """
 
-    def __init__(self, config: Config, *, split: str, shuffle: bool, dp_rank: int, dp_degree: int) -> None:
-        self._config = config
+    def __init__(
+        self,
+        config: Config,
+        *,
+        split: str,
+        shuffle: bool,
+        dp_rank: int,
+        dp_degree: int,
+        assigner: StepAssigner | None = None,
+    ) -> None:
+        self._config, self._assigner = config, assigner
         self._dp_rank, self._dp_degree = dp_rank, dp_degree
         self._samples: Samples[Any, Any] = (Clips if config.model.dit else Conversations)(config, split)
         self._vae = latent_scale(config.model.vae) if config.model.vae else None
@@ -109,8 +127,14 @@ class StepMaker:
         """The bins of the step that starts at `state`. Raises: DataError: a sample refused by the policies, or too
         few samples."""
         self._measured.clear()
-        bins = self._config.training.global_batch_size
-        return plan_step(state, self._order, self._size, num_bins=bins, limits=self._samples.limits)
+        return plan_step(
+            state,
+            self._order,
+            self._size,
+            num_bins=self._config.training.global_batch_size,
+            limits=self._samples.limits,
+            num_samples=self._assigner.section.samples_per_step if self._assigner else 0,
+        )
 
     def build(self, plan: StepPlan) -> tuple[Batch, IterationMeta]:
         """The tensors and the metadata of this replica's microbatches of the step that was planned last.
@@ -120,19 +144,37 @@ class StepMaker:
         """
         # Samples that planning left out are distributed like bins, so that each is counted by one replica.
         num_skipped = len(plan.dropped[self._dp_rank :: self._dp_degree])
-        bins = self._with_occurrences(plan)
-        microbatches = []
-        for index in bins_of_replica(len(bins), self._dp_rank, self._dp_degree):
-            readable = self._read(bins[index])
-            num_skipped += len(bins[index]) - len(readable)
+        microbatches, assignment = self._own_microbatches(plan)
+        contents, early = [], []
+        for members in microbatches:
+            readable = self._read(members)
+            num_skipped += len(members) - len(readable)
             if not readable:  # so that the step keeps its shape
-                sample, occurrence = bins[index][0]
-                readable = [self._samples.emptied(self._measured[sample], occurrence)]
-            microbatches.append(readable)
-        batch, metas = self._samples.batch(microbatches)
-        meta = IterationMeta(microbatches=metas, num_skipped=num_skipped)
+                sample, occurrence, _ = members[0]
+                readable = [(self._samples.emptied(self._measured[sample], occurrence), False)]
+            contents.append([content for content, _ in readable])
+            early.append([deferred for _, deferred in readable])
+        batch, metas = self._samples.batch(contents)
+        if any(map(any, early)):
+            metas = tuple(map(_with_deferred, metas, early))
+        meta = IterationMeta(microbatches=metas, num_skipped=num_skipped, assignment=assignment)
         check_batch(batch, meta, self._vae)
         return batch, meta
+
+    def _own_microbatches(self, plan: StepPlan) -> tuple[list[list[Member]], AssignmentMeta | None]:
+        """The members of this replica's microbatches."""
+        bins = self._with_occurrences(plan)
+        if self._assigner is None:
+            own = bins_of_replica(len(bins), self._dp_rank, self._dp_degree)
+            return [[(*item, False) for item in bins[index]] for index in own], None
+        start = time.perf_counter()
+        items = [item for members in bins for item in members]
+        ends = list(accumulate(map(len, bins), initial=0))
+        documents = [self._measured[sample].meta for sample, _ in items]
+        assignment = self._assigner(documents, [range(*ends[b : b + 2]) for b in range(len(bins))])
+        found = language_samples(assignment.replicas[self._dp_rank], documents)
+        meta = AssignmentMeta(digest=assignment.digest, reason=assignment.message, seconds=time.perf_counter() - start)
+        return [[(*items[index], early) for index, early in members] for members in found], meta
 
     @property
     def limits(self) -> tuple[Limit, ...]:
@@ -200,17 +242,23 @@ class StepMaker:
             bins.append(numbered)
         return bins
 
-    def _read(self, positions: Sequence[tuple[int, int]]) -> list[Any]:
-        """The samples of (index, occurrence) that can be decoded, with their content."""
+    def _read(self, members: Sequence[Member]) -> list[tuple[Any, bool]]:
+        """The members that can be decoded: their content, and whether encoders read it with the microbatch before."""
         readable = []
-        for sample, occurrence in positions:
+        for sample, occurrence, early in members:
             try:
                 read = partial(self._samples.read, self._measured[sample], occurrence)
-                readable.append(_made(self._name(sample), read))
+                readable.append((_made(self._name(sample), read), early))
             except DataError:
                 if self._config.data.on_error == "raise":
                     raise
         return readable
+
+
+def _with_deferred(meta: MicrobatchMeta, early: Sequence[bool]) -> MicrobatchMeta:
+    """The metadata of a microbatch. Args: early: of each document, whether its images are encoded before."""
+    documents = (replace(document, deferred=flag) for document, flag in zip(meta.documents, early, strict=True))
+    return replace(meta, documents=tuple(documents))
 
 
 def _made(name: str, make: Callable[[], T]) -> T:

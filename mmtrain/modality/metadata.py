@@ -5,7 +5,7 @@ Every pp_rank of a model replica holds an equal value, so each builds the same w
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby, pairwise
 
@@ -225,6 +225,18 @@ class MicrobatchMeta:
         return {bucket: tuple(indices) for bucket, indices in positions.items()}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AssignmentMeta:
+    """How the samples of a step were assigned to the microbatches of all replicas (`[assignment]`)."""
+
+    digest: str
+    """Hash of the microbatches of all replicas, which all replicas must agree on."""
+    reason: str = ""
+    """Why the policy could not place the samples, so that first-fit did; empty: it could."""
+    seconds: float = field(default=0.0, compare=False)
+    """That it took."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class IterationMeta:
     """All microbatches of one step on one model replica."""
@@ -233,6 +245,8 @@ class IterationMeta:
     num_skipped: int = 0
     """Samples that were skipped while this batch was made (`data.on_error`, `data.too_long`). Exactly one data-parallel
     replica counts each of them, so the sum over replicas is the true number."""
+    assignment: AssignmentMeta | None = None
+    """None: the first microbatch with room has each sample."""
 
     @cached_property
     def num_tokens(self) -> int:

@@ -9,7 +9,7 @@ from mmtrain.modality.metadata import IterationMeta
 from mmtrain.observe.step_metrics import PlannerMetrics
 from mmtrain.parallel.mesh import Mesh
 from mmtrain.parallel.planning import Planned, PlanStatus
-from mmtrain.planner.batching import Batching
+from mmtrain.planner.iteration import IterationPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +17,15 @@ class StepCounts:
     """What the batch of one step had, over all replicas, and what became of its plans."""
 
     flops: float
+    measured_s: float
+    """Makespan."""
+    measured_s2: float
+    """Its square."""
+    planned_s: float
+    """Simulated makespan."""
+    planned_s2: float
+    """Its square."""
+    samples: int
     images: int
     patches: int
     image_tokens: int
@@ -35,13 +44,32 @@ class StepCounts:
     """Replicas whose search was not done in time."""
     failed: int
     invalid: int
+    deferred: int
+    """Documents whose images were encoded with the microbatch before theirs."""
+    unassigned: int
+    """Replicas that kept the microbatches of first-fit, as the policy could not place the samples."""
 
     @classmethod
-    def of(cls, meta: IterationMeta, batching: Batching, flops: float, planned: Planned | None) -> "StepCounts":
-        """Those of one replica. Args: flops: of its batch. planned: None without the planner."""
+    def of(
+        cls, meta: IterationMeta, plan: IterationPlan, flops: float, planned: Planned | None, measured_s: float
+    ) -> "StepCounts":
+        """Those of one replica.
+
+        Args:
+            flops: of its batch.
+            planned: None without the planner.
+            measured_s: measured makespan.
+        """
+        assert plan.result.timeline is not None
+        planned_s = plan.result.timeline.makespan_s
         status = planned.status if planned else PlanStatus.READY
         return cls(
             flops=flops,
+            measured_s=measured_s,
+            measured_s2=measured_s**2,
+            planned_s=planned_s,
+            planned_s2=planned_s**2,
+            samples=sum(len(m.documents) + len(m.clips) for m in meta.microbatches),
             images=meta.num_images,
             patches=meta.num_patches,
             image_tokens=_tokens(meta, sound=False),
@@ -52,11 +80,13 @@ class StepCounts:
             frames=meta.num_frames,
             video_tokens=meta.num_video_tokens,
             skipped_samples=meta.num_skipped,
-            deferred_images=sum(len(item.units) for item in batching.items if item.deferred),
-            not_deferred=len(batching.not_deferred),
+            deferred_images=sum(len(item.units) for item in plan.batching.items if item.deferred),
+            not_deferred=len(plan.batching.not_deferred),
             late=int(status is PlanStatus.TIMED_OUT),
             failed=int(status in (PlanStatus.FAILED, PlanStatus.BROKEN)),
             invalid=int(status is PlanStatus.INVALID),
+            deferred=meta.num_deferred,
+            unassigned=int(meta.assignment is not None and bool(meta.assignment.reason)),
         )
 
     def summed(self, mesh: Mesh) -> "StepCounts":
@@ -67,6 +97,14 @@ class StepCounts:
         dist.all_reduce(totals)
         values = zip(fields(self), totals.tolist(), strict=True)
         return StepCounts(*(int(value) if field.type is int else value for field, value in values))
+
+    def replica_spreads_s(self, num_replicas: int) -> tuple[float, float]:
+        """Standard deviations of the measured and the simulated makespan over the replicas, if this is their sum."""
+        measured_s, planned_s = (
+            max(0.0, squares / num_replicas - (total / num_replicas) ** 2) ** 0.5
+            for total, squares in ((self.measured_s, self.measured_s2), (self.planned_s, self.planned_s2))
+        )
+        return measured_s, planned_s
 
 
 def _tokens(meta: IterationMeta, *, sound: bool) -> int:
@@ -82,6 +120,7 @@ class JobCounts:
     late: int = 0
     failed: int = 0
     invalid: int = 0
+    unassigned: int = 0
 
     def add(self, step: StepCounts) -> None:
         """Adds a step."""
@@ -89,6 +128,7 @@ class JobCounts:
         self.late += step.late
         self.failed += step.failed
         self.invalid += step.invalid
+        self.unassigned += step.unassigned > 0
 
     def planner(self, planned: Planned) -> PlannerMetrics:
         """What a user sees of a plan, and of the searches before it."""

@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 
+from mmtrain.config.assignment import AssignmentConfig
 from mmtrain.config.config import Config
 from mmtrain.config.model import ModelConfig
 from mmtrain.config.topology import AXES
@@ -56,6 +57,8 @@ def start_lines(config: Config, planner: IterationPlanner, *, device: str, threa
     )
     lines.append(f"seed {config.debug.seed} (debug.seed): initial weights, order of the samples, searches")
     lines.append(show_switches(config.planner, threads))
+    if config.assignment != AssignmentConfig():
+        lines.append(_assignment(config.assignment))
     section = config.planner
     if device != "cpu" and section.enable and not (section.memory_limit or section.activation_memory_gib):
         lines.append(
@@ -79,6 +82,15 @@ def few_clips(config: Config, clips: int | None) -> str:
         f"model as small as that of debug_t2v.toml none was right after {FEW_CLIPS:,} clips (docs/sampling.md); raise "
         "training.steps, or start from published weights (model.dit.pretrained)"
     )
+
+
+def _assignment(section: AssignmentConfig) -> str:
+    """Which microbatches samples go to."""
+    parts = [f"assignment: {section.policy}"]
+    parts += [f"{section.samples_per_step} samples a step"] if section.samples_per_step else []
+    parts += ["deferred images"] if section.defer else []
+    parts += ["fewer microbatches where one sample is long"] if section.fewer_microbatches else []
+    return ", ".join(parts)
 
 
 def _sounds(config: Config, module: str) -> str:

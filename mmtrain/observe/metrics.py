@@ -76,8 +76,9 @@ def memory_gib(device: torch.device) -> tuple[float, float]:
 _LINE_KEYS = (
     "step", "loss", "grad_norm", "lr", "step_time_s", "data_time_s", "plan_time_s", "tokens", "images", "image_tokens",
     "sounds", "sound_s", "sound_tokens", "patches", "clips", "frames", "video_tokens", "skipped_samples", "bubble",
-    "deferred_images", "not_deferred",
-    "memory_predicted_gib", "memory_measured_gib", "memory_limit_gib", "program_s", "peak_s",
+    "deferred_samples", "deferred_images", "deferred_gib", "not_deferred", "assignment_s", "unassigned",
+    "memory_predicted_gib", "memory_measured_gib", "memory_limit_gib", "program_s", "peak_s", "replica_spread_s",
+    "planned_replica_spread_s",
 )  # fmt: skip
 """Fields of `StepMetrics` in a line of metrics.jsonl, under the same names."""
 
@@ -129,7 +130,7 @@ class Reporter:
             | {"makespan_s": m.measured_s, "planned_makespan_s": m.planned_s, "makespan_ratio": m.slowdown}
             | {
                 f"{key}_{name}": getattr(module, key)
-                for key in ("compute_s", "tflops", "mfu", "bubble")
+                for key in ("compute_s", "tflops", "mfu", "bubble", "spread_s", "planned_spread_s")
                 for name, module in m.modules.items()
             }
             | ({"bubble_other": m.bubble_other} if m.modules else {})
@@ -279,12 +280,19 @@ def _scalars(m: StepMetrics, tps: float, item_tag: str, items_s: float) -> dict[
         "pipeline/makespan_planned(s)": m.planned_s,
         "pipeline/makespan_ratio": m.slowdown,
         "pipeline/bubble_other(%)": 100 * m.bubble_other if m.modules else math.nan,
+        "assignment/replica_spread(s)": m.replica_spread_s,
+        "assignment/replica_spread_planned(s)": m.planned_replica_spread_s,
+        "assignment/seconds": m.assignment_s or math.nan,
+        "assignment/deferred_samples": m.deferred_samples or math.nan,
+        "assignment/deferred(GiB)": m.deferred_gib or math.nan,
     }
     for name, module in m.modules.items():
         optional[f"modality/{name}/compute(s)"] = module.compute_s
         optional[f"modality/{name}/tflops"] = module.tflops
         optional[f"modality/{name}/mfu(%)"] = 100 * module.mfu
         optional[f"modality/{name}/bubble(%)"] = 100 * module.bubble
+        optional[f"modality/{name}/microbatch_spread(s)"] = module.spread_s
+        optional[f"modality/{name}/microbatch_spread_planned(s)"] = module.planned_spread_s
     values |= {tag: value for tag, value in optional.items() if math.isfinite(value)}
     return values | _planner_values(m.planner, "planner/{}") | _source_values(m.sources, "sources/{name}/{key}")
 

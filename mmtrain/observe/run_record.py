@@ -28,7 +28,7 @@ from mmtrain.observe.metrics import Reporter, peak_flops
 from mmtrain.observe.step_files import StepFiles
 from mmtrain.observe.step_memory import MemoryUse
 from mmtrain.observe.step_metrics import StepMetrics, Validation
-from mmtrain.observe.step_timing import StepTiming
+from mmtrain.observe.step_timing import StepTiming, planned_timing
 from mmtrain.parallel.collectives import on_rank_zero
 from mmtrain.parallel.mesh import Mesh
 from mmtrain.parallel.optim import lr_factor
@@ -82,7 +82,7 @@ class RunRecord:
 
     def __init__(self, config: Config, planner: IterationPlanner, mesh: Mesh, start: int) -> None:
         """Args: start: the run goes on after this step. Raises: ConfigError: its folder cannot be written."""
-        self._counts = JobCounts()
+        self._counts, self._start = JobCounts(), start
         self.describe(config, planner, mesh, start)
         self._peak_flops = peak_flops(config.metrics, mesh.device)
         self._is_first, self._log = mesh.rank == 0, LogFile(self._folder, mesh.rank)
@@ -129,10 +129,17 @@ class RunRecord:
         timing = StepTiming.gathered(self._mesh, plan.result.plan, step.outcome)
         flops = self._planner.flops(plan.batching)
         total = sum(f.total for f in flops.values())
-        counts = StepCounts.of(step.meta, plan.batching, total, step.planned).summed(self._mesh)
+        counts = StepCounts.of(step.meta, plan, total, step.planned, timing.makespan_s).summed(self._mesh)
         self._counts.add(counts)
         if self._mesh.rank != 0:
             return
+        if self._start + 1 == step.step and counts.samples < self._config.assignment.stable_samples:
+            logger.warning(
+                "step %d has %d samples, fewer than assignment.stable_samples = %d: the ratio of the modules' work "
+                "will differ from the one for which they got their ranks; raise training.global_batch_size or "
+                "assignment.samples_per_step",
+                step.step, counts.samples, self._config.assignment.stable_samples,
+            )  # fmt: skip
         section, steps = self._config.metrics, self._config.training.steps
         quiet = step.step % section.log_freq != 0 and step.step not in (1, steps)
         self._reporter.step(self._metrics(step, counts, timing, flops), quiet=quiet)
@@ -148,8 +155,10 @@ class RunRecord:
     ) -> StepMetrics:
         """Args: counts: over all replicas. flops: module -> of the step on this replica."""
         shape, result, memory = self._mesh.shape, step.result, step.memory
-        config = self._config
-        assert step.plan.result.timeline is not None
+        config, plan = self._config, step.plan
+        assert plan.result.plan is not None and plan.result.timeline is not None
+        spread_s, planned_spread_s = counts.replica_spreads_s(shape.dp)
+        planned = planned_timing(plan.result.plan, plan.result.timeline)
         return StepMetrics(
             step=step.step,
             loss=result.loss,
@@ -182,10 +191,16 @@ class RunRecord:
             memory_limit_gib=memory.limit_gib,
             world_size=shape.world_size,
             measured_s=timing.makespan_s,
-            planned_s=step.plan.result.timeline.makespan_s,
+            planned_s=plan.result.timeline.makespan_s,
+            replica_spread_s=spread_s,
+            planned_replica_spread_s=planned_spread_s,
+            deferred_samples=counts.deferred,
+            deferred_gib=plan.deferred_bytes / 2**30,
+            assignment_s=step.meta.assignment.seconds if step.meta.assignment else 0.0,
+            unassigned=self._counts.unassigned,
             program_s=max(timing.spans_s),
             peak_s=sum(f.total for f in flops.values()) / (self._peak_flops * shape.cp * shape.tp * shape.pp),
-            modules=timing.modules(flops, self._peak_flops * shape.cp * shape.tp),
+            modules=timing.modules(flops, self._peak_flops * shape.cp * shape.tp, planned),
             sources=result.sources,
             planner=self._counts.planner(step.planned) if step.planned else None,
         )

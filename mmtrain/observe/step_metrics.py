@@ -69,6 +69,10 @@ class ModuleMetrics:
     """FLOP/s of all devices of one pipeline rank (cp x tp); NaN: not known."""
     bubble: float
     """Fraction of the pipeline ranks' time in which they waited for this module (`schedule/view/waits.py`)."""
+    spread_s: float = math.nan
+    """Standard deviation of the seconds of its actions for one microbatch; 0 seconds where it has no work."""
+    planned_spread_s: float = math.nan
+    """The same, simulated."""
 
     @property
     def tflops(self) -> float:
@@ -142,6 +146,18 @@ class StepMetrics:
     """Seconds of the longest program of this replica's pipeline ranks, of which `bubble` is a fraction."""
     peak_s: float = math.nan
     """Seconds that the model FLOPs of this replica take its devices at their peak; NaN: the peak is not known."""
+    replica_spread_s: float = math.nan
+    """Standard deviation of the makespans of the replicas."""
+    planned_replica_spread_s: float = math.nan
+    """The same, simulated."""
+    deferred_samples: int = 0
+    """Documents whose images were encoded with the microbatch before theirs."""
+    deferred_gib: float = 0.0
+    """Activations of their encoder works on all pipeline ranks of this replica."""
+    assignment_s: float = 0.0
+    """Seconds that the assignment of samples took where the batch was made; 0 without one."""
+    unassigned: int = 0
+    """Steps of the run in which the policy could not place the samples, so that first-fit did."""
     modules: Mapping[str, ModuleMetrics] = field(default_factory=dict)
     """Module -> its part of the step."""
     sources: Mapping[str, SourceTotals] = field(default_factory=dict)

@@ -75,29 +75,38 @@ class StepTiming:
     def _available_s(self) -> float:
         return max(self.spans_s) * len(self.spans_s)
 
-    def modules(self, flops: Mapping[str, Flops], peak_flops: float) -> dict[str, ModuleMetrics]:
+    def modules(self, flops: Mapping[str, Flops], peak_flops: float, planned: "StepTiming") -> dict[str, ModuleMetrics]:
         """Module -> time of its actions, and idle time due to them.
 
         Args:
             flops: module -> model FLOPs of the step on this replica.
             peak_flops: of all devices of a pipeline rank (cp x tp) together.
+            planned: the simulated timing of the plan.
         """
-        graph = self.plan.graph
-        seconds = [0.0] * len(graph.modules)
-        for order, start, end in zip(self.plan.orders, self.starts_s, self.ends_s, strict=True):
-            for action, length in zip(order, (end - start).tolist(), strict=True):
-                for part in action.parts:  # a block counts once
-                    seconds[graph.module_of[part.stage]] += length / len(action.parts)
-        waited = self.waits.module_s(len(graph.modules))
+        waited = self.waits.module_s(len(self.plan.graph.modules))
         return {
             module.name: ModuleMetrics(
-                compute_s=seconds[index],
+                compute_s=float(self.microbatch_s[index].sum()),
                 flops=flops[module.name].total if module.name in flops else 0.0,
                 peak_flops=peak_flops,
                 bubble=waited[index] / self._available_s,
+                spread_s=float(self.microbatch_s[index].std()),
+                planned_spread_s=float(planned.microbatch_s[index].std()),
             )
-            for index, module in enumerate(graph.modules)
+            for index, module in enumerate(self.plan.graph.modules)
         }
+
+    @cached_property
+    def microbatch_s(self) -> Floats:
+        """[module, microbatch] -> seconds of its actions on all pipeline ranks; 0 where it has no work."""
+        graph = self.plan.graph
+        seconds = np.zeros((len(graph.modules), 1 + max(work.microbatch for work in graph.works)))
+        for order, start, end in zip(self.plan.orders, self.starts_s, self.ends_s, strict=True):
+            for action, length in zip(order, (end - start).tolist(), strict=True):
+                for part in action.parts:  # a block counts once
+                    at = graph.module_of[part.stage], part.microbatch
+                    seconds[at] += length / len(action.parts)
+        return seconds
 
     def timeline(self) -> Timeline:
         """The timeline for drawings."""

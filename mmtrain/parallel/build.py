@@ -10,7 +10,8 @@ import torch.nn as nn
 from mmtrain.config.config import uses_fsdp
 from mmtrain.config.model import ModelConfig
 from mmtrain.config.sections import ActivationCheckpointConfig, TrainingConfig
-from mmtrain.errors import ConfigError, PlanError
+from mmtrain.errors import ConfigError, DataError, PlanError
+from mmtrain.modality.metadata import IterationMeta
 from mmtrain.models.adapter_weights import load_adapters
 from mmtrain.models.build import build_chunk
 from mmtrain.models.chunk import TIED_NAMES, Chunk, fsdp_units
@@ -120,6 +121,29 @@ def check_same_schedule(schedule: Schedule) -> None:
             f'parallelism.pipeline_parallel_schedule = "{schedule.name}": ranks {differing} read another file than '
             f"rank 0 (SHA-256 {digests[0][:12]}..., not {digests[differing[0]][:12]}...); copy one file to all machines"
         )
+
+
+def check_same_assignment(meta: IterationMeta, mesh: Mesh) -> None:
+    """Refuses a step whose replicas assigned its samples in different ways. Collective over the job.
+
+    Raises: DataError: naming the ranks that differ from the first replica's.
+    """
+    if meta.assignment is None or mesh.batch_group is None:
+        return
+    number = int(meta.assignment.digest, 16) >> 1
+    range_of = torch.tensor([number, -number], dtype=torch.int64)
+    dist.all_reduce(range_of, op=dist.ReduceOp.MAX, group=mesh.batch_group)
+    if int(range_of[0]) == -int(range_of[1]):
+        return
+    ranks = dist.get_process_group_ranks(mesh.batch_group)
+    digests: list[str] = [""] * len(ranks)
+    dist.all_gather_object(digests, meta.assignment.digest, group=mesh.batch_group)
+    differing = [rank for rank, digest in zip(ranks, digests, strict=True) if digest != digests[0]]
+    raise DataError(
+        f"assignment: the replicas of ranks {differing} put the step's samples into other microbatches than that of "
+        f"rank {ranks[0]}; all machines need the same data, costs (planner.profile, planner.hardware) and version of "
+        "mmtrain"
+    )
 
 
 def check_same_program(program_hash: int, mesh: Mesh) -> None:

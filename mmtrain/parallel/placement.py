@@ -23,6 +23,7 @@ from mmtrain.parallel.torch_private import end_groups, process_groups
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.plan_choice import Search
 from mmtrain.planner.search import search as searching
+from mmtrain.planner.step_assignment import StepAssigner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ class Placement:
             tie_ranks=partition.tie_ranks,
             share_device=config.comm.share_device,
         )
-        data, ahead = ReplicaData(config, mesh, planner.spec, partition), None
+        data, ahead = ReplicaData(config, mesh, planner.spec, partition, StepAssigner.of(config, planner)), None
         with ExitStack() as undo:
             if config.planner.enable:
                 ahead = PlanAhead(planner, mesh, seed=seed, search=search, warm=searching.warm)

@@ -22,6 +22,7 @@ from mmtrain.modality.submesh import Submesh
 from mmtrain.models.batch import Batch, without_images
 from mmtrain.parallel.mesh import Mesh
 from mmtrain.planner.partition.partition import Partition
+from mmtrain.planner.step_assignment import StepAssigner
 from mmtrain.spec.spec import ModelSpec
 
 Change = Callable[[Batch, IterationMeta], tuple[Batch, IterationMeta]]
@@ -41,10 +42,17 @@ class Item:
 
 
 class ReplicaData:
-    """Gives out the data of a job's splits to one rank."""
+    """Gives out the data of a job's splits to one rank. Args: assigner: of training samples, see `StepMaker`."""
 
-    def __init__(self, config: Config, mesh: Mesh, spec: ModelSpec, partition: Partition) -> None:
-        self._config, self._mesh = config, mesh
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        spec: ModelSpec,
+        partition: Partition,
+        assigner: StepAssigner | None = None,
+    ) -> None:
+        self._config, self._mesh, self._assigner = config, mesh, assigner
         readers: dict[str, set[int]] = {}
         for module in spec.modules:
             stages, kind = (
@@ -113,6 +121,7 @@ class ReplicaData:
             shuffle=False if validating else None,
             num_steps=num_steps,
             num_workers=0 if validating else None,
+            assigner=None if validating else self._assigner,
         )
 
     def _part(self, batch: Batch) -> Batch:

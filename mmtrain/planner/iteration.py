@@ -61,6 +61,16 @@ class IterationPlan:
     result: PlanResult
     program: Program
 
+    @property
+    def deferred_bytes(self) -> float:
+        """Activations of encoder works whose output the microbatch after theirs reads, on all pipeline ranks."""
+        plan, items = self.result.plan, self.batching.items
+        assert plan is not None
+        if not any(item.deferred for item in items):
+            return 0.0
+        early = [(stage, work) for stage, work in self.problem.graph.nodes() if items[work].deferred]
+        return sum(plan.option(self.problem, stage, work).activation_bytes for stage, work in early)
+
 
 @dataclass(frozen=True, kw_only=True)
 class IterationPlanner:

@@ -301,3 +301,27 @@ def test_states_of_one_and_of_several_sources() -> None:
     for bad in ({"a": 5}, {"a": {"epoch": 0}}, {"a": {"epoch": 0, "cursor": -1}}, [1]):
         with pytest.raises(DataError, match=r"loader state"):
             LoaderState.from_dict({"seed": 0, "epoch": 0, "cursor": 0, "sources": bad})
+
+
+@given(
+    lengths=st.lists(st.integers(1, 8), min_size=40, max_size=60),
+    number=st.integers(4, 20),
+    seed=st.integers(0, 5),
+)
+def test_a_number_of_samples_ends_a_step_and_spreads_it(lengths: list[int], number: int, seed: int) -> None:
+    order, state = EpochOrder(len(lengths), shuffle=True), LoaderState(seed=seed)
+    limit = Limit(most=20, unit="tokens", key="training.seq_len = 20 tokens")
+    sequence = []
+    for _ in range(6):
+        step = plan_step(state, order, lambda s: (lengths[s],), num_bins=4, limits=(limit,), num_samples=number)
+        assert all(step.bins)
+        samples = [s for samples in step.bins for s in samples]
+        fullest, emptiest = (f(sum(lengths[s] for s in samples) for samples in step.bins) for f in (max, min))
+        assert fullest <= 20
+        assert fullest - emptiest <= max(lengths)
+        # It ends earlier only where the next sample has no room.
+        assert len(samples) == number or emptiest > 20 - max(lengths)
+        sequence += samples
+        state = step.state
+    expected = [order.sample(LoaderState(seed=seed, epoch=e, cursor=c)) for e in range(4) for c in range(len(lengths))]
+    assert sorted(sequence) == sorted(expected[: len(sequence)])

@@ -1,0 +1,49 @@
+"""[assignment]: which microbatch of which replica each sample of a step goes to."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mmtrain.config.bounds import at_least, at_most
+from mmtrain.config.toml_sections import shown
+from mmtrain.errors import ConfigError
+
+Policy = Literal["none", "balanced", "entrain", "disttrain"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AssignmentConfig:
+    """[assignment]: samples of a step by what they cost, over replicas and microbatches; see docs/assignment.md."""
+
+    policy: Policy = "none"
+    """none: the first microbatch with room. balanced: equal seconds of replicas and microbatches, then what makes
+    simulated iterations shorter. entrain: Entrain's hierarchical assignment. disttrain: DistTrain's reordering."""
+    samples_per_step: int = 0
+    """Samples of one step over all replicas; 0: as many as fill its microbatches. A step ends earlier where the next
+    sample fits into no microbatch."""
+    stable_samples: int = 0
+    """Samples from which on a step shows the ratio of the modules' work for which `mmtrain allocate` gave them their
+    ranks (its b_min); the log says if steps have fewer. 0: unknown."""
+    defer: bool = False
+    """The language model processes some samples with the microbatch after the one that their images are encoded with
+    (Entrain)."""
+    fewer_microbatches: bool = False
+    """A replica may have fewer microbatches where one sample takes longer than an equal share (Entrain's K_eff)."""
+    levels: int = 4096
+    """Steps to which the language model's seconds of a microbatch are rounded where samples to defer are chosen."""
+    evaluations: int = 16
+    """Simulated iterations by which `balanced` improves its start on each replica; 0: none."""
+
+    def __post_init__(self) -> None:
+        at_most("assignment", self, samples_per_step=2**24, levels=2**16, evaluations=2**16)
+        at_least("assignment", self, samples_per_step=0, stable_samples=0, levels=2, evaluations=0)
+        for key, policy in _OF_POLICY.items():
+            value, default = getattr(self, key), AssignmentConfig.__dataclass_fields__[key].default
+            if value != default and self.policy != policy:
+                raise ConfigError(
+                    f'assignment.{key} = {shown(value)} has no effect with policy = "{self.policy}"; remove it, or set '
+                    f'policy = "{policy}"'
+                )
+
+
+_OF_POLICY = {"defer": "entrain", "fewer_microbatches": "entrain", "levels": "entrain", "evaluations": "balanced"}
+"""Key -> the policy that follows it."""

@@ -1,0 +1,98 @@
+"""Assigns the samples of each step to microbatches, by what they cost this job. Pure.
+
+Every process that makes batches computes the whole assignment of a step by itself; equal samples and costs give equal
+assignments, whose digests the replicas compare.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from mmtrain.config.assignment import AssignmentConfig
+from mmtrain.config.config import Config
+from mmtrain.modality.metadata import DocumentMeta, IterationMeta, MicrobatchMeta
+from mmtrain.planner.assign import AssignedMicrobatch, Assignment, assign
+from mmtrain.planner.costs.job_costs import cost_model
+from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.sample_costs import SamplePricer
+
+Bins = Sequence[Sequence[int]]
+"""[microbatch of the step] -> indices of its samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepAssigner:
+    """Assigns documents to microbatches of replicas as `[assignment]` says."""
+
+    section: AssignmentConfig
+    planner: IterationPlanner
+    """Of one replica, whose schedule judges assignments; without memory limits."""
+    pricer: SamplePricer
+    num_replicas: int
+    seed: int
+    """Of the job."""
+
+    @classmethod
+    def of(cls, config: Config, planner: IterationPlanner) -> "StepAssigner | None":
+        """That of a job; None: the first microbatch with room has each sample."""
+        if config.assignment == AssignmentConfig():
+            return None
+        costs = cost_model(config, planner.spec)  # of its own, as they cache results and planning has another thread
+        section = replace(config.planner, memory_limit="", activation_memory_gib=0.0)
+        return cls(
+            section=config.assignment,
+            planner=replace(planner, section=section, costs=costs, activation_limits=None, widest_limits=None),
+            pricer=SamplePricer.of(config),
+            num_replicas=config.parallelism.mesh_shape.dp,
+            seed=config.debug.seed,
+        )
+
+    def __call__(self, documents: Sequence[DocumentMeta], bins: Bins) -> Assignment:
+        """The microbatches of all replicas. Args: documents: the step's samples. bins: those of first-fit."""
+        section = self.section
+        pricer = replace(self.pricer, _modules={})  # it remembers every size, and those of other steps hardly recur
+
+        def judge(microbatches: Sequence[AssignedMicrobatch]) -> float:
+            metas = language_microbatches(microbatches, documents)
+            result = self.planner.first(self.planner.prepare(IterationMeta(microbatches=metas)))
+            assert result.timeline is not None, "there is no memory limit"
+            return result.timeline.makespan_s
+
+        return assign(
+            section.policy,
+            [pricer.cost(document, (document.num_tokens,)) for document in documents],
+            bins,
+            num_replicas=self.num_replicas,
+            capacity=(self.pricer.seq_len,),
+            defer=section.defer,
+            fewer_microbatches=section.fewer_microbatches,
+            levels=section.levels,
+            num_ranks=self.planner.partition.num_ranks,
+            judge=judge if section.policy == "balanced" else None,
+            evaluations=section.evaluations * self.num_replicas,
+            seed=self.seed,
+        )
+
+
+def language_microbatches(
+    microbatches: Sequence[AssignedMicrobatch], documents: Sequence[DocumentMeta]
+) -> tuple[MicrobatchMeta, ...]:
+    """What the language model processes of a replica's microbatches. Args: documents: of all samples of the step."""
+    return tuple(
+        MicrobatchMeta(documents=tuple(replace(documents[i], deferred=early) for i, early in members))
+        for members in language_samples(microbatches, documents)
+    )
+
+
+def language_samples(
+    microbatches: Sequence[AssignedMicrobatch], documents: Sequence[DocumentMeta]
+) -> list[list[tuple[int, bool]]]:
+    """[microbatch] -> (sample, whether its images are encoded with the microbatch before), in their order.
+
+    A sample without images that the microbatch before deferred has nothing to encode early.
+    """
+    arriving: list[tuple[int, bool]] = []
+    found = []
+    for own in microbatches:
+        found.append([*arriving, *((i, False) for i in own.samples if i not in own.deferred)])
+        arriving = sorted(((i, bool(documents[i].images)) for i in own.deferred), key=lambda item: not item[1])
+    return found

@@ -1,0 +1,93 @@
+"""Jobs with [assignment] train as jobs without: the same sets of samples, losses and gradients, also after a kill."""
+
+import pytest
+
+from mmtrain.commands.parity import check_parity
+from mmtrain.config import config
+from mmtrain.errors import DataError
+from tests.jobs import SHALLOW, die_at, failing, finished, layout, metrics, train, world_size, write_config
+from tests.ranks import run_ranks
+from tests.test_trainer import CURVE_TOLERANCE
+
+pytestmark = pytest.mark.ranks
+
+SET = [*SHALLOW, "training.seq_len=384", "assignment.samples_per_step=20", "lr_scheduler.decay_ratio=0"]
+DEFERRED = ["assignment.policy=entrain", "assignment.defer=true", "assignment.fewer_microbatches=true"]
+BALANCED = ["assignment.policy=balanced", "assignment.evaluations=2"]
+
+
+def curves(folder):
+    """step -> loss, and gradient norm, of a job."""
+    return metrics(folder), metrics(folder, "grad_norm")
+
+
+def without(charts):
+    return curves(finished(charts, 1, [*layout(), *SET]))
+
+
+def assert_close(found, expected):
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        assert all(abs(ours[step] / theirs[step] - 1) < CURVE_TOLERANCE for step in ours)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "policy"),
+    [
+        (layout(replicate=2), DEFERRED),
+        (layout(shard=2), BALANCED),
+        pytest.param(layout(pp=2, shard=2), DEFERRED, marks=pytest.mark.nightly),
+        pytest.param(layout(pp=2, replicate=2), [*BALANCED, "planner.enable=true"], marks=pytest.mark.nightly),
+        pytest.param(layout(pp=2), ["assignment.policy=disttrain"], marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
+def test_the_curve_is_that_of_a_job_without(tmp_path, charts, degrees, policy):
+    run_ranks(train, world_size(degrees), write_config(tmp_path, charts), [*degrees, *SET, *policy])
+    assert_close(curves(tmp_path), without(charts))
+
+
+def killed(rank, path, overrides):
+    die_at(4)
+    train(rank, path, overrides)
+
+
+def test_a_killed_job_goes_on_with_another_number_of_replicas(tmp_path, charts):
+    saving = [*SET, "checkpoint.enable=true", "checkpoint.interval=2"]
+    path = write_config(tmp_path, charts)
+    with pytest.raises(AssertionError, match="exit code -9"):
+        run_ranks(killed, 2, path, [*layout(replicate=2), *saving, *DEFERRED])
+    run_ranks(train, 1, path, [*layout(), *saving, *DEFERRED])
+    assert_close(curves(tmp_path), without(charts))
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [layout(pp=2, replicate=2), *(pytest.param(d, marks=pytest.mark.nightly) for d in (layout(cp=2), layout(tp=2)))],
+    ids=str,
+)
+def test_every_gradient_is_that_of_one_process(tmp_path, charts, degrees):
+    """Of batches as the loader assigns them, with deferred images and replicas of unequal length."""
+    path = write_config(tmp_path, charts)
+    parity = check_parity(config.load(path, [*degrees, *SET, *DEFERRED]))
+    assert parity.problems == []
+    assert len(parity.parameters) > 20
+
+
+def differing(rank, path):
+    return failing(rank, path, [*layout(replicate=2), *SET, *(BALANCED if rank else DEFERRED)], DataError)
+
+
+def test_replicas_that_assign_otherwise_are_named(tmp_path, charts):
+    for message in run_ranks(differing, 2, write_config(tmp_path, charts)):
+        assert "the replicas of ranks [1] put the step's samples into other microbatches than that of rank 0" in message
+
+
+def test_metrics_show_what_was_assigned(tmp_path, charts):
+    run_ranks(train, 1, write_config(tmp_path, charts), [*layout(), *SET, *DEFERRED])
+    assert all(metrics(tmp_path, "assignment_s").values())
+    assert not any(metrics(tmp_path, "unassigned").values())
+    assert max(metrics(tmp_path, "deferred_samples").values()) > 0
+    assert max(metrics(tmp_path, "deferred_gib").values()) > 0
+    assert all(metrics(tmp_path, "planned_spread_s_vision").values())
+    assert all(metrics(tmp_path, "spread_s_language").values())
