@@ -1,13 +1,15 @@
 """python benchmarks/entrain.py [--setups h800,a40-1b,a40-3b] [--workloads mix,interleaved] [--iterations 40]
-[--searched 40] [--evaluations 50] [--refinements 100] [--parts speed,std,cpu]
+[--searched 40] [--evaluations 50] [--refinements 100] [--parts speed,packed,std,cpu]
 
-Entrain (dissertation, chapter 4) part by part in simulation, on equal sets of samples.
+Entrain (Jang, dissertation, University of Michigan, 2026, chapter 4) part by part in simulation, on equal samples.
 
 speed    seconds of an iteration's pipelines, the slowest of 4 replicas, over those of random microbatches under 1F1B
          with modules on ranks of their own. 512 samples a step in 32 microbatches a replica, without limits of sizes
          or memory. `own`: 1F1B, and those ranks for which the slowest stage is fastest by the work of 256 samples;
          literal ranks are in proportion to that work, or to one sample's for DistTrain. `search`: all modules on all
          ranks, plans searched
+packed   the same for full microbatches of 8,192 tokens as first-fit packs them, 8 a replica, under the search: what
+         `balanced` does where the capacity is hard
 std      table 4.3: standard deviation of the forward milliseconds of a microbatch in each module, for the workloads
          that stand in for the thesis's data sets
 cpu      milliseconds of thread time of one assignment of 512 samples over 4 replicas
@@ -21,7 +23,8 @@ import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -44,6 +47,7 @@ from mmtrain.planner.stable_batch import proportional
 from mmtrain.spec.spec import ZERO_WORK, WorkSize
 
 REPLICAS, MICROBATCHES, SAMPLES, RANKS = 4, 32, 512, 8
+PACKED, CAPACITY = 8, 8192
 WORKLOADS = ("mix", "interleaved")
 DATA_SETS = {
     "mix": "SynthChartNet", "interleaved": "ChartQA", "science_qa": "CocoQA", "image_text_pairs": "LLaVA-150k"
@@ -158,6 +162,17 @@ class Setup:
         return tuple(map(int, proportional(work, RANKS, most)[0]))
 
 
+def samples(setup: Setup, workload: str, iteration: int) -> Iterator[DocumentMeta]:
+    """The documents of a workload, each with a number of its own."""
+    bins, number = replace(Bins.of(job(setup.name, setup.folder)), num_microbatches=8), itertools.count()
+    for part in itertools.count():
+        for microbatch in draw(workload, bins, seed=iteration, iteration=part).microbatches:
+            for document in microbatch.documents:
+                i = next(number)
+                images = tuple(replace(image, sample=i) for image in document.images)
+                yield replace(document, sample=i, images=images)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """The samples of one step."""
@@ -166,28 +181,38 @@ class Step:
     passes: tuple[Mapping[str, PassesNs], ...]
     costs: tuple[SampleCost, ...]
 
+    bins: tuple[tuple[int, ...], ...]
+
     @classmethod
     def drawn(cls, setup: Setup, workload: str, iteration: int) -> "Step":
-        """512 samples of a workload."""
-        bins = replace(Bins.of(job(setup.name, setup.folder)), num_microbatches=8)
-        found: list[DocumentMeta] = []
-        for part in itertools.count():
-            meta = draw(workload, bins, seed=iteration, iteration=part)
-            found += [document for microbatch in meta.microbatches for document in microbatch.documents]
-            if len(found) >= SAMPLES:
-                break
-        documents = tuple(
-            replace(document, sample=i, images=tuple(replace(image, sample=i) for image in document.images))
-            for i, document in enumerate(found[:SAMPLES])
-        )
-        passes = tuple(setup.pricer.ns(document) for document in documents)
-        return cls(documents=documents, passes=passes, costs=tuple(cost_of(setup.pricer.spec, of) for of in passes))
-
-    @property
-    def bins(self) -> list[list[int]]:
-        """Microbatches of four samples each, as drawn."""
+        """512 samples of a workload, in microbatches of four samples each, as drawn."""
+        found = list(itertools.islice(samples(setup, workload, iteration), SAMPLES))
         size = SAMPLES // (REPLICAS * MICROBATCHES)
-        return [list(range(b * size, (b + 1) * size)) for b in range(REPLICAS * MICROBATCHES)]
+        bins = tuple(tuple(range(b * size, (b + 1) * size)) for b in range(REPLICAS * MICROBATCHES))
+        return cls.of(setup, found, bins)
+
+    @classmethod
+    def packed(cls, setup: Setup, workload: str, iteration: int) -> "Step":
+        """Samples of a workload in 8 microbatches a replica, each in the first with room, until one finds none."""
+        bins: list[list[int]] = [[] for _ in range(REPLICAS * PACKED)]
+        room, found = [CAPACITY] * len(bins), list[DocumentMeta]()
+        for document in samples(setup, workload, iteration):
+            index = next((b for b, free in enumerate(room) if free >= document.num_tokens), None)
+            if index is None:
+                return cls.of(setup, found, tuple(map(tuple, bins)))
+            bins[index].append(len(found))
+            room[index] -= document.num_tokens
+            found.append(document)
+        raise AssertionError
+
+    @classmethod
+    def of(cls, setup: Setup, found: Sequence[DocumentMeta], bins: tuple[tuple[int, ...], ...]) -> "Step":
+        """The step with the costs of its samples."""
+        passes = tuple(setup.pricer.ns(document) for document in found)
+        costs = tuple(
+            cost_of(setup.pricer.spec, of, (document.num_tokens,)) for of, document in zip(passes, found, strict=True)
+        )
+        return cls(documents=tuple(found), passes=passes, costs=costs, bins=bins)
 
     def assigned(self, policy: str, **options: object) -> Assignment:
         """The samples under a policy."""
@@ -312,14 +337,40 @@ def speed(setup: Setup, workload: str, iterations: int, searched: int, refinemen
         print(f"| {name} | {mean:.2f} | {between} |", flush=True)
 
 
+def packed(setup: Setup, workload: str, iterations: int, refinements: int) -> None:
+    """Prints what assignment brings to full microbatches."""
+    options: dict[str, Callable[[Step], Assignment]] = {
+        "first-fit's bins": lambda s: s.assigned("none"),
+        "entrain, capacity kept": lambda s: s.assigned("entrain", capacity=(CAPACITY,)),
+        "balanced": lambda s: s.assigned("balanced", capacity=(CAPACITY,)),
+        f"balanced, {refinements} makespans": lambda s: s.assigned(
+            "balanced", capacity=(CAPACITY,), judge=judge(setup, s), evaluations=refinements
+        ),
+    }
+    found: dict[str, list[float]] = {name: [] for name in options}
+    statuses: dict[str, list[str]] = {name: [] for name in options}
+    for iteration in range(iterations):
+        step = Step.packed(setup, workload, iteration)
+        for name, assigned in options.items():
+            assignment = assigned(step)
+            statuses[name].append(assignment.status)
+            found[name].append(seconds(setup.searching, step.metas(assignment), iteration))
+    base = statistics.fmean(found["first-fit's bins"])
+    print(f"\n{setup.name}, {workload}, packed, {iterations} iterations, {base:.3f} s")
+    print("| | speed | status |\n|---|---|---|")
+    for name, own in found.items():
+        shown = ", ".join(f"{status} {n}" for status, n in Counter(statuses[name]).items())
+        print(f"| {name} | {base / statistics.fmean(own):.3f} | {shown} |", flush=True)
+
+
 def forward_ms(step: Step, assignment: Assignment, module: int) -> float:
     """Standard deviation over all microbatches of the forward milliseconds of encoder (0) or language model (1)."""
     names = ("vision", "language")
     spent = []
     for replica, own in enumerate(assignment.replicas):
         members = [one.samples for one in own] if module == 0 else assignment.language_samples(replica)
-        for samples in members:
-            passes = [step.passes[i].get(names[module]) for i in samples]
+        for own_samples in members:
+            passes = [step.passes[i].get(names[module]) for i in own_samples]
             spent.append(sum(of.forward for of in passes if of is not None) / 1e6)
     return statistics.pstdev(spent)
 
@@ -333,16 +384,17 @@ def std(setups: Sequence[Setup], iterations: int) -> None:
     print(f"\nstandard deviation of forward milliseconds of a microbatch, mean of {iterations} steps")
     print("| | policy | " + " | ".join(DATA_SETS) + " | thesis: " + ", ".join(DATA_SETS.values()) + " |")
     print("|---" * (3 + len(DATA_SETS)) + "|")
-    for module, setup in [(0, setups[0]), *((1, setup) for setup in setups)]:
-        label = "vision" if module == 0 else f"language {setup.name}"
-        for name, options in policies.items():
-            cells = []
-            for workload in DATA_SETS:
-                steps = [Step.drawn(setup, workload, i) for i in range(iterations)]
-                values = [forward_ms(s, s.assigned(name.partition(",")[0], **options), module) for s in steps]
-                cells.append(f"{statistics.fmean(values):.2f}")
-            of_thesis = PUBLISHED.get(label, {}).get(name, ())
-            print(f"| {label} | {name} | {' | '.join(cells)} | {', '.join(map(str, of_thesis))} |", flush=True)
+    for setup in setups:
+        drawn = {name: [Step.drawn(setup, name, i) for i in range(iterations)] for name in DATA_SETS}
+        for module in (0, 1) if setup is setups[0] else (1,):
+            label = f"language {setup.name}" if module else "vision"
+            for name, options in policies.items():
+                cells = []
+                for steps in drawn.values():
+                    values = [forward_ms(s, s.assigned(name.partition(",")[0], **options), module) for s in steps]
+                    cells.append(f"{statistics.fmean(values):.2f}")
+                of_thesis = PUBLISHED.get(label, {}).get(name, ())
+                print(f"| {label} | {name} | {' | '.join(cells)} | {', '.join(map(str, of_thesis))} |", flush=True)
 
 
 def cpu(setup: Setup, repetitions: int = 20) -> None:
@@ -371,7 +423,7 @@ def main() -> None:
     parser.add_argument("--searched", type=int, default=40, help="iterations of the rows with a search, at most")
     parser.add_argument("--evaluations", type=int, default=50)
     parser.add_argument("--refinements", type=int, default=100)
-    parser.add_argument("--parts", default="speed,std,cpu")
+    parser.add_argument("--parts", default="speed,packed,std,cpu")
     args = parser.parse_args()
     warm()
     with tempfile.TemporaryDirectory() as folder:
@@ -382,6 +434,9 @@ def main() -> None:
             for setup in setups:
                 for workload in args.workloads.split(","):
                     speed(setup, workload, args.iterations, min(args.searched, args.iterations), args.refinements)
+        if "packed" in args.parts:
+            for workload in args.workloads.split(","):
+                packed(setups[0], workload, min(args.searched, args.iterations), args.refinements)
         if "std" in args.parts:
             std([setup for setup in setups if setup.name in LANGUAGES] or setups, args.iterations)
         if "cpu" in args.parts:

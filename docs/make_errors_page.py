@@ -191,6 +191,10 @@ GROUPS = (
         "Costs: profiles, hardware, the simulator",
         (
             "planner/profile/profile.py",
+            "planner/sample_costs.py",
+            "planner/stable_batch.py",
+            "planner/allocate.py",
+            "commands/allocate.py",
             "planner/forecast/machine.py",
             "planner/costs/operator_costs.py",
             "planner/operators/",

@@ -63,6 +63,8 @@ ENCODERS = {
         "encoder_attention_heads": 4, "num_mel_bins": 10, "max_source_positions": 12,
     },
 }  # fmt: skip
+_POOLED = ("qwen2_audio_encoder",)
+"""Encoders whose features no projector merges."""
 LANGUAGES = {
     name: {
         "model_type": name, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 6,
@@ -97,8 +99,8 @@ def model_config(
                 trainable=name not in frozen,
                 num_segments=segments[0],
                 projector=ProjectorConfig(
-                    kind="linear" if kind == "qwen2_audio_encoder" else "mlp",
-                    spatial_merge=1 if kind == "qwen2_audio_encoder" else 2,
+                    kind="linear" if kind in _POOLED else "mlp",
+                    spatial_merge=1 if kind in _POOLED else 2,
                     trainable=f"{name}_projector" not in frozen,
                 ),
             )
@@ -107,13 +109,23 @@ def model_config(
         encoder=None
         if encoder is None
         else EncoderConfig(config=ENCODERS[encoder], trainable="encoder" not in frozen, num_segments=segments[0]),
-        projector=ProjectorConfig(kind=projector, trainable="projector" not in frozen),
+        projector=ProjectorConfig(
+            kind=projector, spatial_merge=int(encoder in _POOLED), trainable="projector" not in frozen
+        ),
         language=LanguageConfig(
             config=LANGUAGES[language] | {"tie_word_embeddings": tied, "num_key_value_heads": key_heads},
             trainable="language" not in frozen,
             num_segments=segments[1],
         ),
     )
+
+
+def two_grids(model: ModelConfig) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Patches of two items of [model.encoder], of different sizes where it takes any."""
+    shape = vision_shape(model)
+    if shape.any_size:
+        return (1, 4, 4), (1, 4, 6)
+    return shape.full_grid, ((1, 1, 6) if shape.packed else shape.full_grid)
 
 
 NOISE = ClipNoise(DiffusionConfig(caption_dropout=0.3), 7, 1, null_token=0)

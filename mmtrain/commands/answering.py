@@ -18,7 +18,7 @@ from mmtrain.commands.export_whole import assembled
 from mmtrain.config.config import Config
 from mmtrain.config.data import DataConfig
 from mmtrain.config.toml_sections import build
-from mmtrain.config.whole_model import with_parts
+from mmtrain.config.whole_model import SOUND, with_parts
 from mmtrain.data.conversation_records import CONVERSATIONS, Record, kinds_of, placeholder, record_kind
 from mmtrain.data.conversations import ReadDocument, make_processor, packed
 from mmtrain.data.media import RawMedium, raw_image, raw_sound, raw_video
@@ -196,16 +196,18 @@ def _exported(folder: Path) -> tuple[Any, Processor]:
     kind = str(values.get("model_type"))
     if kind not in COMPOSITES:
         raise ConfigError(
-            f"{folder}: model_type = {kind!r} is no whole vision-language model that is known here; these are "
-            f"{', '.join(COMPOSITES)}"
+            f"{folder}: model_type = {kind!r} is no whole model that is known here; these are {', '.join(COMPOSITES)}"
         )
     whole = COMPOSITES[kind]
     model = getattr(transformers, class_name(kind)).from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     keys = {key: getattr(model.config, f"{key}_id", None) for key in ("image_token", "video_token")}
     tokens = {key: tokenizer.convert_ids_to_tokens(number) for key, number in keys.items() if number is not None}
+    parts: dict[str, Any] = {"projector": {"kind": whole.projector}}
+    if (sound := getattr(model.config, "audio_token_id", None)) is not None:
+        parts = {"modules": {SOUND: {"kind": "audio", "token": tokenizer.convert_ids_to_tokens(sound)}}}
     table: Mapping[str, Any] = {
-        "model": {"pretrained": str(folder), "projector": {"kind": whole.projector}},
+        "model": {"pretrained": str(folder), **parts},
         "tokenizer": {key: token for key, token in tokens.items() if token is not None},
         "data": {"source": "none", **_video_frames(folder)},
         "training": {"steps": 1, "seq_len": 2, "global_batch_size": 1},

@@ -321,7 +321,14 @@ def _add_data(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "them, as parquet.",
     )
     shapes.set_defaults(run=_shapes)
-    for parser, unit in ((charts, "samples"), (shapes, "clips")):
+    sounds = kinds.add_parser(
+        "sounds",
+        help="beeps and sweeps, some with an image, with questions",
+        description="Makes sounds and images and writes question-answer conversations about them, as parquet: some "
+        "questions need the sound, some the image, some both.",
+    )
+    sounds.set_defaults(run=_sounds)
+    for parser, unit in ((charts, "samples"), (shapes, "clips"), (sounds, "samples")):
         parser.add_argument("out", type=Path, metavar="OUT", help="folder to make")
         parser.add_argument("--num-samples", type=int, default=4000, metavar="N", help=f"{unit} (default 4000)")
         parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of all choices (default 0)")
@@ -349,6 +356,13 @@ def _charts(args: argparse.Namespace) -> int:
     from mmtrain.data.toy.charts import make_charts
 
     _make_data(args, make_charts, "sample", "images")
+    return 0
+
+
+def _sounds(args: argparse.Namespace) -> int:
+    from mmtrain.data.toy.sounds import make_sounds
+
+    _make_data(args, make_sounds, "sample", "sounds")
     return 0
 
 

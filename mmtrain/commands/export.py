@@ -107,7 +107,7 @@ def _export_parts(run: StoredRun, aside: Path, out: Path, merge_adapters: bool) 
         _export_encoder(run, name, aside, merge_adapters)
     if model.dit is not None:
         _export_dit(run, aside)
-    tokenizer = load_tokenizer(run.job.tokenizer, captions=model.dit is not None)
+    tokenizer = load_tokenizer(run.job.tokenizer, captions=model.dit is not None, model=model)
     tokenizer.save_pretrained(aside / "language")
     readme = _video_readme(run, aside, out, null_token(tokenizer)) if model.dit else _readme(run, aside, out)
     (aside / "README.md").write_text(readme, encoding="utf-8")

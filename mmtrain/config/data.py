@@ -61,7 +61,7 @@ class TokenizerConfig:
 
     path: str = ""
     """Hugging Face id or local folder of a tokenizer; empty: the small one that ships with mmtrain, for charts or, with
-    [model.dit], for captions."""
+    [model.dit], for captions, with a token in addition for each further encoder."""
     image_token: str = "<|image_pad|>"
     """The token that stands for one image feature; it must be in the vocabulary."""
     video_token: str = "<|video_pad|>"

@@ -229,7 +229,8 @@ class ModelConfig:
     `pretrained` of [model.encoder] and [model.language] unless these have a source of their own. The projector is then
     the encoder's own merger (kind = "native") unless [model.projector] names a kind, as it has to for LLaVA ("llava":
     that of the model); the tokenizer is that of the model unless [tokenizer] names a path, and so is the image
-    processor, if it has one, unless data.image_processor names another."""
+    processor, if it has one, unless data.image_processor names another. Of Qwen2-Audio it is the `pretrained` of
+    [model.modules.audio], which a job on an id of the hub has with kind = "audio", and of its projector."""
     language: LanguageConfig
     encoder: EncoderConfig | None = None
     dit: DitConfig | None = None

@@ -250,7 +250,7 @@ def make_readers(config: Config, vocabulary: Mapping[str, int]) -> Readers:
         if module == "vision":
             continue
         unread.pop(kind, None)
-        token = token_of(config, module)
+        token = placeholder(module, model.modules[module])
         if token not in vocabulary:
             likely = ", ".join(sorted(t for t in vocabulary if t.startswith("<|"))[:8]) or "none"
             raise ConfigError(
@@ -263,12 +263,6 @@ def make_readers(config: Config, vocabulary: Mapping[str, int]) -> Readers:
             geometry, rules = image_rules(config, module)
             of_kind[kind] = ImageReader(token=token, module=module, geometry=geometry, rules=rules, data=data)
     return Readers(of_kind=of_kind, unread=unread)
-
-
-def token_of(config: Config, module: str) -> str:
-    """The token that a feature of an encoder replaces."""
-    model = config.model
-    return config.tokenizer.image_token if module == "vision" else placeholder(module, model.modules[module])
 
 
 def image_rules(config: Config, module: str = "vision") -> tuple[ImageGeometry, PixelRules]:

@@ -186,6 +186,14 @@ def _values(data: bytes, header: _Wav) -> np.ndarray:
     return np.frombuffer(data, f"<i{header.width}") / np.float64(2 ** (8 * header.width - 1))
 
 
+def wav_bytes(samples: np.ndarray, rate: int) -> bytes:
+    """A WAV file of one channel and 16 bits. Args: samples: [samples] floats from -1 to 1. rate: samples a second."""
+    data: bytes = np.rint(samples * 32767).astype("<i2").tobytes()
+    form = struct.pack("<HHIIHH", _PCM, 1, rate, 2 * rate, 2, 16)
+    chunks = b"WAVEfmt " + struct.pack("<I", len(form)) + form + b"data" + struct.pack("<I", len(data)) + data
+    return b"RIFF" + struct.pack("<I", len(chunks)) + chunks
+
+
 # --------------------------------------------------------------------------------------------- other files
 
 
@@ -204,7 +212,8 @@ def _other(raw: RawSound, why: str, max_bytes: int) -> Sound:
             try:
                 return read(file)
             except Exception as error:  # RuntimeError of libsndfile, TypeError, ...
-                raise DataError(f"{why}, and soundfile cannot read it: {one_line(error)}; write it as WAV") from None
+                reason = getattr(error, "error_string", None) or one_line(error)
+                raise DataError(f"{why}, and soundfile cannot read it: {reason.rstrip('.')}; write it as WAV") from None
 
     info = use(soundfile.info)
     if not 1 <= info.channels <= MOST_CHANNELS:

@@ -12,6 +12,7 @@ from typing import Any
 
 from mmtrain.config.config import Config
 from mmtrain.config.data import TokenizerConfig
+from mmtrain.config.model import ModelConfig, placeholder
 from mmtrain.errors import ConfigError, one_line
 from mmtrain.spec.hub_files import find_file, local_path, no_folder, read_json, unreachable
 from mmtrain.spec.model_configs import language_config
@@ -54,7 +55,7 @@ def job_tokenizer(config: Config) -> Any:
     Raises: ConfigError: as there, or it has more entries than the language model's vocabulary.
     """
     captions = config.model.dit is not None
-    tokenizer = load_tokenizer(config.tokenizer, captions=captions)
+    tokenizer = load_tokenizer(config.tokenizer, captions=captions, model=config.model)
     vocab_size = language_config(config.model.language)["vocab_size"]
     if len(tokenizer) > vocab_size:
         model = "text encoder" if captions else "language model"
@@ -65,10 +66,11 @@ def job_tokenizer(config: Config) -> Any:
     return tokenizer
 
 
-def load_tokenizer(section: TokenizerConfig, *, captions: bool = False) -> Any:
+def load_tokenizer(section: TokenizerConfig, *, captions: bool = False, model: ModelConfig | None = None) -> Any:
     """The tokenizer of a config, as a fast Hugging Face tokenizer with a chat template.
 
-    Args: captions: for captions only, so it needs no image token.
+    Args: captions: for captions only, so it needs no image token. model: for whose further encoders the tokenizer that
+        ships with mmtrain gets tokens in addition.
     Raises: ConfigError: it does not exist, is slow (no character offsets), lacks the image token, or its chat template
         cannot be read or shows no text.
     """
@@ -86,6 +88,8 @@ def load_tokenizer(section: TokenizerConfig, *, captions: bool = False) -> Any:
             )
         else:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
+            further = model.modules.items() if model is not None else ()
+            tokenizer.add_tokens([placeholder(*item) for item in further], special_tokens=True)
     except Exception as error:  # OSError, ValueError, hub client errors: all mean that it cannot be loaded
         reason = offline or one_line(error, 300)
         if not folder:

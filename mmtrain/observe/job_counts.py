@@ -9,6 +9,7 @@ from mmtrain.modality.metadata import IterationMeta
 from mmtrain.observe.step_metrics import PlannerMetrics
 from mmtrain.parallel.mesh import Mesh
 from mmtrain.parallel.planning import Planned, PlanStatus
+from mmtrain.planner.batching import Batching
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +27,17 @@ class StepCounts:
     frames: int
     video_tokens: int
     skipped_samples: int
+    deferred_images: int
+    """Encoded with the microbatch before."""
+    not_deferred: int
+    """Microbatches whose deferral was given up for lack of memory."""
     late: int
     """Replicas whose search was not done in time."""
     failed: int
     invalid: int
 
     @classmethod
-    def of(cls, meta: IterationMeta, flops: float, planned: Planned | None) -> "StepCounts":
+    def of(cls, meta: IterationMeta, batching: Batching, flops: float, planned: Planned | None) -> "StepCounts":
         """Those of one replica. Args: flops: of its batch. planned: None without the planner."""
         status = planned.status if planned else PlanStatus.READY
         return cls(
@@ -47,6 +52,8 @@ class StepCounts:
             frames=meta.num_frames,
             video_tokens=meta.num_video_tokens,
             skipped_samples=meta.num_skipped,
+            deferred_images=sum(len(item.units) for item in batching.items if item.deferred),
+            not_deferred=len(batching.not_deferred),
             late=int(status is PlanStatus.TIMED_OUT),
             failed=int(status in (PlanStatus.FAILED, PlanStatus.BROKEN)),
             invalid=int(status is PlanStatus.INVALID),

@@ -76,6 +76,7 @@ def memory_gib(device: torch.device) -> tuple[float, float]:
 _LINE_KEYS = (
     "step", "loss", "grad_norm", "lr", "step_time_s", "data_time_s", "plan_time_s", "tokens", "images", "image_tokens",
     "sounds", "sound_s", "sound_tokens", "patches", "clips", "frames", "video_tokens", "skipped_samples", "bubble",
+    "deferred_images", "not_deferred",
     "memory_predicted_gib", "memory_measured_gib", "memory_limit_gib", "program_s", "peak_s",
 )  # fmt: skip
 """Fields of `StepMetrics` in a line of metrics.jsonl, under the same names."""
@@ -266,6 +267,8 @@ def _scalars(m: StepMetrics, tps: float, item_tag: str, items_s: float) -> dict[
         **({"modality/audio/count": m.sounds, "modality/audio/seconds": m.sound_s} if m.sounds else {}),
         **({"modality/audio/tokens": m.sound_tokens} if m.sounds else {}),
         "data/skipped_samples": m.skipped_samples,
+        **({"pipeline/deferred_images": m.deferred_images} if m.deferred_images or m.not_deferred else {}),
+        **({"pipeline/not_deferred": m.not_deferred} if m.deferred_images or m.not_deferred else {}),
     }
     optional = {
         "memory/predicted(GiB)": m.memory_predicted_gib,

@@ -128,7 +128,8 @@ class RunRecord:
         assert plan.result.plan is not None
         timing = StepTiming.gathered(self._mesh, plan.result.plan, step.outcome)
         flops = self._planner.flops(plan.batching)
-        counts = StepCounts.of(step.meta, sum(f.total for f in flops.values()), step.planned).summed(self._mesh)
+        total = sum(f.total for f in flops.values())
+        counts = StepCounts.of(step.meta, plan.batching, total, step.planned).summed(self._mesh)
         self._counts.add(counts)
         if self._mesh.rank != 0:
             return
@@ -169,6 +170,8 @@ class RunRecord:
             frames=counts.frames,
             video_tokens=counts.video_tokens,
             skipped_samples=self._counts.skipped_samples,
+            deferred_images=counts.deferred_images,
+            not_deferred=counts.not_deferred,
             bubble=timing.bubble,
             flops=counts.flops / shape.world_size,
             peak_flops=self._peak_flops,

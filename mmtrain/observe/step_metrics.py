@@ -109,6 +109,10 @@ class StepMetrics:
     """The part of `tokens` that are latents."""
     skipped_samples: int
     """Samples dropped since the run started."""
+    deferred_images: int = 0
+    """Images that were encoded with the microbatch before."""
+    not_deferred: int = 0
+    """Microbatches whose images were not, as the pair did not fit into the memory limits."""
     bubble: float
     """Idle fraction of the pipeline ranks of this replica."""
     flops: float

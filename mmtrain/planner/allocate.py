@@ -1,7 +1,8 @@
 """How many GPUs each module gets: Entrain's search for degrees of parallelism, judged by the simulator. Pure.
 
-Source: Entrain (Jang, dissertation, chapter 4), algorithm 3. Its equation 4.2 only shortens the list; simulated
-iterations decide. All modules of a job have the same tp and cp here, and may also share all pipeline ranks.
+Source: Entrain (Jang, Efficient Multimodal Model Training at Scale, dissertation, University of Michigan, 2026,
+algorithm 3). Its equation 4.2 only shortens the list; simulated iterations decide. All modules of a job have the same
+tp and cp here, and may also share all pipeline ranks.
 """
 
 import math
@@ -90,6 +91,8 @@ class Candidate:
             "[planner]",
             f'placement = "{"parallel" if self.ranks else "spread"}"',
         ]
+        if self.ranks and config.planner.partition != "search":
+            lines.append('partition = "search"')
         for name, count in zip(config.model.cut_modules, self.ranks, strict=False):
             lines += ["", f"[{section_of(name)}]", "num_segments = 1", f"ranks = {count}"]
         if not self.ranks:

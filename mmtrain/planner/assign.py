@@ -1,7 +1,8 @@
 """Which sample of a step runs in which microbatch of which replica. Pure: integers and explicit keys of ties, so that
 every process that knows the same costs gets the same assignment.
 
-Source: Entrain (Jang, dissertation, chapter 4), algorithm 4; DistTrain, arXiv:2408.04275, section 5.
+Sources: Entrain (Jang, Efficient Multimodal Model Training at Scale, dissertation, University of Michigan, 2026,
+algorithm 4); DistTrain, arXiv:2408.04275, section 5.
 """
 
 import difflib
@@ -307,6 +308,7 @@ def _paired(step: _Step, microbatches: list[list[int]], levels: int) -> tuple[As
     placed: list[AssignedMicrobatch] = []
     for position, i in enumerate(over):
         j = under[match.partner[position]]
+        # Rounded sums may ask for all samples of i; the pair would then take longer than i alone, and does not defer.
         placed.append(AssignedMicrobatch(tuple(microbatches[i]), subsets[i, j] if match.defers[position] else ()))
         placed.append(AssignedMicrobatch(tuple(microbatches[j])))
     alone = [j for p, j in enumerate(under) if p not in match.partner]

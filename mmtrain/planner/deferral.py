@@ -22,7 +22,13 @@ def oversize_pairs(problem: PlanningProblem) -> tuple[int, ...]:
     if not graph.deferred or all(limit is None for limit in problem.memory_limit_bytes):
         return ()
     oversize = oversize_groups(problem, [work.microbatch for work in graph.works])
-    feeding = {work.microbatch: graph.deferred.intersection(graph.sources(w)) for w, work in enumerate(graph.works)}
     return tuple(
-        sorted(index for index, works in feeding.items() if any(graph.works[w].microbatch in oversize for w in works))
+        sorted(
+            {
+                work.microbatch
+                for index, work in enumerate(graph.works)
+                for source in graph.deferred.intersection(graph.sources(index))
+                if graph.works[source].microbatch in oversize
+            }
+        )
     )

@@ -3,7 +3,8 @@
 `mmtrain profile --samples` writes them as JSON, version 1: the settings that a job must share, and for each sample its
 metadata, its size under the limits of a microbatch, and nanoseconds of each module.
 
-Source: Entrain (Jang, dissertation, chapter 4), section 4.4.1.
+Source: Entrain (Jang, Efficient Multimodal Model Training at Scale, dissertation, University of Michigan, 2026,
+section 4.4.1).
 """
 
 import json

@@ -1,8 +1,9 @@
 """How many samples show how much of a model's work each module has: Entrain's smallest stable batch. Pure.
 
-Source: Entrain (Jang, dissertation, chapter 4), algorithm 2. Where it falls short, this differs: the allowed error is
-divided among the doublings of the batch, of which each is one more chance to pass by luck; and batches must agree with
-all known samples, since a rare heavy sample is in none of a few small batches.
+Source: Entrain (Jang, Efficient Multimodal Model Training at Scale, dissertation, University of Michigan, 2026,
+algorithm 2). Where it falls short, this differs: the allowed error is divided among the doublings of the batch, of
+which each is one more chance to pass by luck; and batches must agree with all known samples, since a rare heavy sample
+is in none of a few small batches.
 """
 
 import math
@@ -169,7 +170,7 @@ def _message(last: Trial, whole: tuple[int, ...], num_known: int, is_whole: bool
     known = f"all {num_known} samples of the source" if is_whole else f"the {num_known} samples that were read"
     if last.passed:
         return (
-            f"b_min = {last.num_samples}: {last.num_batches} batches of {last.num_samples} samples all ask for "
+            f"b_min = {last.num_samples}: {last.num_batches} batches of that many samples all ask for "
             f"{_ratio(whole)}, as {known} do; with confidence {1 - alpha:g} at most {p_error:g} of such batches do not"
         )
     others = [(allocation, count) for allocation, count in last.allocations if allocation != whole]

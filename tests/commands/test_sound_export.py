@@ -2,15 +2,18 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
+from mmtrain.commands.answering import Answerer, Sampling, asked
 from mmtrain.commands.export import export
 from mmtrain.config.config import TokenizerConfig
 from mmtrain.models.reference import ReferenceModel
 from mmtrain.spec.builders import model_spec
 from tests.commands.test_export import adapted, close
+from tests.data.sound_files import wav
 from tests.models.test_chunk import assert_equal_gradients
 from tests.sounds import (
     RATE,
@@ -117,3 +120,25 @@ def test_adapters_are_one_folder_for_peft_or_in_the_weights(tmp_path, whole):
         found, _ = truth(peft, [batch], heard)
     close(found, merged)
     assert abs(plain - merged) > 0.1, "adapters that change nothing would pass"
+
+
+def test_the_run_and_its_folder_answer_as_the_class_does(tmp_path, whole):
+    saved(whole, tmp_path / "run", named(whole))
+    export(tmp_path / "run", tmp_path / "out")
+    samples = np.rint(wave(0.4, 1) * 32767) / 32768
+    (tmp_path / "a.wav").write_bytes(wav(wave(0.4, 1)))
+    record, sampling = asked("what?", [], [], [tmp_path / "a.wav"]), Sampling(max_new_tokens=6)
+    run, folder = (Answerer.of(tmp_path / name) for name in ("run", "out"))
+    theirs = reader(tmp_path / "out").eval()
+    processor = transformers.Qwen2AudioProcessor.from_pretrained(tmp_path / "out")
+    marks = "<|audio_bos|><|AUDIO|><|audio_eos|>"
+    text = folder.tokenizer.apply_chat_template(
+        [{"role": "user", "content": f"{marks}what?"}], tokenize=False, add_generation_prompt=True
+    )
+    inputs = processor(text=text, audio=samples, sampling_rate=RATE, return_tensors="pt")
+    assert torch.equal(inputs["input_ids"], folder.inputs(record)["input_ids"])
+    tokens = theirs.generate(**inputs, max_new_tokens=6, do_sample=False, eos_token_id=folder._stop, top_k=None)
+    wanted = processor.tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+    assert run.answer(record, sampling) == folder.answer(record, sampling) == wanted
+    silent = folder.blanked(images=False, audio=True).answer(record, sampling)
+    assert silent != wanted, "the sound matters"

@@ -72,3 +72,35 @@ def test_the_projector_of_a_llava_comes_with_it(tmp_path):
     assert (job.model.projector.kind, job.model.projector.pretrained) == ("llava", "a/b")
     job = load(tmp_path, '[model]\npretrained = "a/b"\n[model.projector]\nkind = "llava"\npretrained = ""\n')
     assert job.model.projector.pretrained == "", "a new one"
+
+
+EAR = '[model.modules.audio]\nkind = "audio"\n'
+
+
+def test_a_whole_model_that_hears_has_no_encoder_of_images(tmp_path):
+    """By a section without a source, or by the config.json of a folder; written out it is the same job."""
+    job = load(tmp_path, f'[model]\npretrained = "a/b"\n{EAR}trainable = false\n')
+    ear = job.model.modules["audio"]
+    assert (job.model.encoder, ear.pretrained, ear.token, ear.trainable) == (None, "a/b", "<|AUDIO|>", False)
+    assert (ear.projector.kind, ear.projector.pretrained) == ("linear", "a/b")
+    assert (job.model.language.pretrained, job.tokenizer.path) == ("a/b", "a/b")
+    written = tmp_path / "written.toml"
+    written.write_text(config.dump(job))
+    assert config.load(written) == job
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2_audio"}')
+    folder = load(tmp_path, f'[model]\npretrained = "{tmp_path}"\n').model
+    assert (folder.encoder, folder.modules["audio"].pretrained) == (None, str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2_vl"}')
+    assert load(tmp_path, f'[model]\npretrained = "{tmp_path}"\n').model.modules == {}
+
+
+def test_other_sections_replace_the_parts_of_a_model_that_hears(tmp_path):
+    own = '[model.language]\nconfig = {model_type = "qwen2"}\n[model.modules.audio.projector]\nkind = "mlp"\n'
+    model = load(tmp_path, f'[model]\npretrained = "a/b"\n{EAR}token = "<s>"\n{own}').model
+    ear = model.modules["audio"]
+    assert (ear.pretrained, ear.token, model.language.pretrained) == ("a/b", "<s>", "")
+    assert (ear.projector.kind, ear.projector.pretrained) == ("mlp", "")
+    seeing = load(tmp_path, f'[model]\npretrained = "a/b"\n{EAR}pretrained = "whisper"\n').model
+    assert (seeing.encoder.pretrained, seeing.modules["audio"].pretrained) == ("a/b", "whisper")
+    alone = f'[model]\npretrained = "a/b"\n{EAR}pretrained = "a/b"\n[model.language]\npretrained = "d"\n'
+    assert load(tmp_path, alone).model.language.pretrained == "d"

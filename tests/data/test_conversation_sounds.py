@@ -18,6 +18,7 @@ import torch
 from transformers import WhisperFeatureExtractor
 
 from mmtrain.config.config import Config, check
+from mmtrain.config.data import TokenizerConfig
 from mmtrain.data.conversation_records import Record, kinds_of, record_kind
 from mmtrain.data.conversations import make_processor
 from mmtrain.data.loader import Loader
@@ -345,3 +346,13 @@ def test_an_encoder_is_not_called_like_a_column(folder: Path) -> None:
         ConfigError, match=r"\[model.modules.caption\]: 'caption' is another part or column of a record"
     ):
         kinds_of(dataclasses.replace(config.model, modules=modules))
+
+
+def test_the_tokenizer_that_ships_gets_the_tokens_of_further_encoders(folder: Path) -> None:
+    config = dataclasses.replace(job(folder, MIXED, seq_len=512), tokenizer=TokenizerConfig())
+    (_, shipped), (_, given) = made(config), made(job(folder, MIXED, seq_len=512))
+    assert shipped.input_ids.tolist() == given.input_ids.tolist()
+    language = dataclasses.replace(config.model.language, config={**config.model.language.config, "vocab_size": 449})
+    small = dataclasses.replace(config, model=dataclasses.replace(config.model, language=language))
+    with pytest.raises(ConfigError, match="has 450 entries, but the language model's vocab_size is 449"):
+        make_processor(small)

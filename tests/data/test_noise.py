@@ -11,13 +11,14 @@ from mmtrain.models.reference import ReferenceModel
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.vae_shapes import latent_scale
 from tests.models.dits import t2v
-from tests.reference import ENCODERS, make_clips
+from tests.reference import ENCODERS, make_clips, model_config
 
 
 @pytest.mark.parametrize("encoder", ENCODERS)
 def test_noise_is_what_its_metadata_says_and_a_model_takes_it(encoder):
     config = config_module.load("debug_vlm.toml", ["--training.seq_len=64"])
-    model = replace(config.model, encoder=replace(config.model.encoder, config=ENCODERS[encoder]))
+    section = replace(config.model.encoder, config=ENCODERS[encoder])
+    model = replace(config.model, encoder=section, projector=model_config(encoder).projector)
     config = replace(config, model=model)
     meta = work_curve(config)
     batch = noise_batch(model, meta, 1)

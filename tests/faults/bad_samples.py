@@ -16,10 +16,12 @@ import numpy as np
 from PIL import Image
 
 from tests.data.samples import png
+from tests.data.sound_files import chunk, form, riff, tone, wav
 
 QUESTION = {"role": "user", "content": "<image>What colour?"}
 ANSWER = {"role": "assistant", "content": "red"}
 GOOD = {"messages": [QUESTION, ANSWER], "images": ["good.png"]}
+GOOD_SOUND = {"messages": [{"role": "user", "content": "<audio>What?"}, ANSWER], "audio": "good.wav", "id": 7}
 GOOD_CLIP = {"caption": "a red circle moves", "frames": "good_clip", "fps": 8}
 GOOD_LATENTS = {"caption": "a red circle moves", "latents": "good.npy"}
 HALF = "\ud800"
@@ -249,6 +251,54 @@ FILES: dict[str, Callable[[], bytes]] = {
 }
 """Files that one image of a sample names."""
 
+SOUNDS: dict[str, Any] = {
+    "a sound of a number": 5,
+    "a sound of true": True,
+    "a sound of an empty object": {},
+    "a sound of nulls": {"bytes": None, "path": None},
+    "two sounds": ["good.wav", "good.wav"],
+    "no sounds": [],
+    "an array without a rate": {"array": [0.0, 0.5]},
+    "an array of rate 0": {"array": [0.0, 0.5], "sampling_rate": 0},
+    "an array of an endless rate": {"array": [0.0, 0.5], "sampling_rate": 10**400},
+    "an array of a broken rate": {"array": [0.0, 0.5], "sampling_rate": 22050.5},
+    "an array of texts": {"array": ["a", "b"], "sampling_rate": 16000},
+    "an array of unequal lists": {"array": [[0.0], [0.0, 0.5]], "sampling_rate": 16000},
+    "an array of nothing": {"array": [], "sampling_rate": 16000},
+    "an array with a NaN": {"array": [0.0, float("nan")], "sampling_rate": 16000},
+    "an array of 300 channels": {"array": [[0.0]] * 300, "sampling_rate": 16000},
+    "a sound that is absent": "absent.wav",
+    "a sound that is a device": "/dev/zero",
+    "a sound that is a pipe": "pipe",
+    "a sound that is a folder": "good_clip",
+    "a sound of a tebibyte": "sparse",
+    "an empty sound": "empty",
+    "a sound that is an image": "good.png",
+    "a sound whose base64 is none": "data:audio/wav;base64,@@",
+    "a sound that breaks lines": "a\nb\x1b[31m.wav",
+}
+"""The column `audio` of rows, in place of that of `GOOD_SOUND`."""
+
+SOUND_FILES: dict[str, Callable[[], bytes]] = {
+    "a sound cut off": lambda: wav(tone())[:-500],
+    "a sound cut off in its header": lambda: wav(tone())[:30],
+    "a sound of no sample": lambda: riff(form(), chunk(b"data", b"")),
+    "a sound without data": lambda: riff(form()),
+    "a sound without a form": lambda: riff(chunk(b"data", bytes(100))),
+    "a sound of rate 0": lambda: riff(form(rate=0), chunk(b"data", bytes(100))),
+    "a sound of rate 2**32": lambda: riff(form(rate=2**32 - 1), chunk(b"data", bytes(100))),
+    "a sound of no channel": lambda: riff(form(channels=0, block=2), chunk(b"data", bytes(100))),
+    "a sound of 65535 channels": lambda: riff(form(channels=65535, bits=8, block=65535), chunk(b"data", bytes(65535))),
+    "a sound of an unknown codec": lambda: riff(form(codec=0x5555), chunk(b"data", bytes(100))),
+    "a sound of 128 bits": lambda: riff(form(bits=128, block=16), chunk(b"data", bytes(160))),
+    "a sound of more than it has": lambda: riff(form(), chunk(b"data", bytes(100), 10**9)),
+    "a sound with an infinity": lambda: riff(form(3, bits=32), chunk(b"data", np.full(9, np.inf, "<f4").tobytes())),
+    "a FLAC that is none": lambda: b"fLaC" + bytes(99),
+    "an Ogg that is none": lambda: b"OggS" + bytes(99),
+    "a sound of text": lambda: b"hello",
+}
+"""Files that a sample names as its sound."""
+
 CLIPS: dict[str, dict[str, Any]] = {
     "caption null": {"caption": None},
     "caption a number": {"caption": 5},
@@ -372,6 +422,7 @@ def make_files(folder: Path) -> None:
     for index in range(8):
         (folder / "good_clip" / f"{index:03}.png").write_bytes(png(24, 24))
     (folder / "good.png").write_bytes(png())
+    (folder / "good.wav").write_bytes(wav(tone()))
     (folder / "cut.png").write_bytes(png(24, 24)[:70])
     (folder / "huge.png").write_bytes(FILES["a PNG of 9000 x 9000"]())
     (folder / "empty").touch()
@@ -398,6 +449,12 @@ def conversations(folder: Path) -> dict[str, bytes]:
     return LINES | {name: json.dumps({**GOOD, **row}).encode() for name, row in rows.items()}
 
 
+def sounds(folder: Path) -> dict[str, bytes]:
+    """The same of a job whose model hears."""
+    rows = SOUNDS | {name: _file(folder, name, make()) for name, make in SOUND_FILES.items()}
+    return {name: json.dumps({**GOOD_SOUND, "audio": value}).encode() for name, value in rows.items()}
+
+
 def clips(folder: Path) -> dict[str, bytes]:
     """The same of a job that reads clips as pixels."""
     del folder
@@ -412,12 +469,18 @@ def latents(folder: Path) -> dict[str, bytes]:
     return {name: json.dumps({**GOOD_LATENTS, **row}).encode() for name, row in rows.items()}
 
 
+def _odd_wav() -> bytes:
+    """A sound with a chunk that is not known, of WAVE_FORMAT_EXTENSIBLE."""
+    extensible = form(0xFFFE, channels=2, bits=24)[8:] + struct.pack("<HHIH", 22, 24, 3, 1) + bytes(14)
+    return riff(chunk(b"LIST", b"odd"), chunk(b"fmt ", extensible), chunk(b"data", bytes(range(240)) * 6))
+
+
 def mutated_file(kinds: Sequence[str], seed: int) -> bytes:
-    """An image or archive of one of the kinds in which a few bytes are others, or cut off; it may still be good."""
+    """An image, sound or archive of one of the kinds in which a few bytes are others, or cut off; it may be good."""
     dice = random.Random(seed)
     kind = dice.choice(kinds)
-    whole = _one_value(1.0) if kind == "NPY" else b"" if kind == "NPZ" else _saved(_noise(size=(60, 70)), kind)
-    data = bytearray(whole or _npz("latents.npy", _one_value(1.0)))
+    makers = {"NPY": lambda: _one_value(1.0), "NPZ": lambda: _npz("latents.npy", _one_value(1.0)), "WAV": _odd_wav}
+    data = bytearray(makers[kind]() if kind in makers else _saved(_noise(size=(60, 70)), kind))
     for _ in range(dice.randint(1, 3)):
         first = len(data) if dice.random() < 0.5 else 200
         data[dice.randrange(min(first, len(data)))] = dice.randrange(256)

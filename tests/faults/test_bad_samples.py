@@ -18,6 +18,7 @@ from mmtrain.config.config import Config, load
 from mmtrain.data.loader import Loader
 from mmtrain.errors import DataError
 from tests.data.samples import make_config
+from tests.data.sound_files import hearing
 from tests.data.videos import make_video_config
 from tests.faults import bad_samples
 from tests.jobs import write_config
@@ -39,6 +40,10 @@ def conversation_config(source: Path, **data: Any) -> Config:
     return make_config(source, **ROOM, **data)
 
 
+def sound_config(source: Path, **data: Any) -> Config:
+    return hearing(make_config(source, vocab_size=450, **ROOM, **data), source.parent)
+
+
 def clip_config(source: Path, **data: Any) -> Config:
     data |= {"video_frames": [4, 8], "max_total_seconds": 1e3, "max_clips": 10**4}
     return make_video_config(source, **ROOM, **data)
@@ -52,10 +57,19 @@ def latent_config(source: Path, **data: Any) -> Config:
 Lines = Callable[[Path], dict[str, bytes]]
 JOBS: dict[str, tuple[Lines, dict[str, Any], Callable[..., Config]]] = {
     "conversations": (bad_samples.conversations, bad_samples.GOOD, conversation_config),
+    "sounds": (bad_samples.sounds, bad_samples.GOOD_SOUND, sound_config),
     "clips": (bad_samples.clips, bad_samples.GOOD_CLIP, clip_config),
     "latents": (bad_samples.latents, bad_samples.GOOD_LATENTS, latent_config),
 }
 """Bad lines, a good row, and a config of each kind of data."""
+
+
+FILES = {
+    "conversations": ("images", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "JPEG2000", "AVIF", "PPM"]),
+    "sounds": ("audio", ["WAV"]),
+    "latents": ("latents", ["NPY", "NPZ"]),
+}
+"""Kind of data -> the column with a file, and kinds of files that it may have."""
 
 
 class TookTooLong(BaseException):
@@ -156,19 +170,14 @@ def test_mutated_samples_are_used_or_named(folder: Path, kind: str) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["conversations", "latents"])
+@pytest.mark.parametrize("kind", FILES)
 def test_mutated_files_are_used_or_named(folder: Path, kind: str) -> None:
-    good, bad = JOBS[kind][1], {}
-    kinds = (
-        ["NPY", "NPZ"]
-        if kind == "latents"
-        else ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "JPEG2000", "AVIF", "PPM"]
-    )
+    good, bad, (column, kinds) = JOBS[kind][1], {}, FILES[kind]
     for seed in range(MUTATIONS):
         path = folder / "files" / f"{seed}.bin"
         path.write_bytes(bad_samples.mutated_file(kinds, seed))
-        column = {"images": [str(path)]} if kind == "conversations" else {"latents": str(path)}
-        bad[f"file {seed}"] = json.dumps({**good, **column}).encode()
+        value = [str(path)] if column == "images" else str(path)
+        bad[f"file {seed}"] = json.dumps({**good, column: value}).encode()
     check_all(kind, folder / "train.jsonl", good, bad, usable=True)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mmtrain.config import config
 from mmtrain.errors import ConfigError, DataError
 from mmtrain.models.build import build_chunk
 from mmtrain.models.initialise import init_weights
@@ -14,6 +15,7 @@ from mmtrain.models.pretrained import load_pretrained
 from mmtrain.models.reference import ReferenceModel
 from mmtrain.models.spectrogram import row_patches, spectrogram_of
 from mmtrain.models.whole_reference import WholeModel
+from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.modules import whole_kind
 from mmtrain.spec.shapes import language_shape
@@ -220,3 +222,22 @@ def test_sounds_without_a_token_or_too_long_are_refused(folder):
             chunk(torch.zeros(rows, 80), grids=((1, 1, rows),))
     with pytest.raises(DataError, match="a sound of 1 rows makes no token, which takes 2"):
         images_work(chunk.module_spec, [(1, 1, 1)])
+
+
+def test_the_job_of_the_real_sizes_is_cut(tmp_path):
+    """`configs/qwen2_audio_7b.toml` with a config.json of the sizes of Qwen2-Audio-7B; no weights."""
+    text = {
+        "model_type": "qwen2", "intermediate_size": 11008, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
+        "vocab_size": 156032,
+    }  # fmt: skip
+    audio = {"model_type": "qwen2_audio_encoder", "encoder_layerdrop": 0.0, "scale_embedding": False}
+    values = {"model_type": "qwen2_audio", "text_config": text, "audio_config": audio, "audio_token_index": 151646}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    job = config.load("qwen2_audio_7b.toml", [f"model.pretrained={tmp_path}", "planner.memory_limit=72GiB"])
+    planner = IterationPlanner.of(job)
+    assert whole_kind(job.model) == "qwen2_audio"
+    assert planner.spec.num_params == pytest.approx(8.4e9, rel=2e-3), "as its card says"
+    audio, norm = planner.spec.module("audio"), planner.spec.module("audio").layers[-2]
+    ten, half = (images_work(audio, [(1, 1, rows)] * n) for rows, n in ((150, 10), (1500, 1)))
+    assert (ten.outputs, ten.rows, ten.pairs) == (half.outputs, half.rows, half.pairs // 10)
+    assert audio.output_shape(len(audio.layers) - 2, ten) == (750, 1280) and norm.name == "norm"

@@ -36,7 +36,7 @@ from mmtrain.spec.shapes import language_shape
 from mmtrain.spec.spec import Division, documents_work, images_work
 from mmtrain.spec.vision_shapes import vision_shape
 from tests.lora import with_lora
-from tests.reference import ENCODERS, LANGUAGES, make_batch, model_config
+from tests.reference import ENCODERS, LANGUAGES, make_batch, model_config, two_grids
 
 SECTIONS = {
     "none": ActivationCheckpointConfig(),
@@ -117,8 +117,7 @@ class Call:
             self.kwargs = {"attention": attention_context(bits), "position_ids": positions}
             self.size = documents_work(LENGTHS, 4)
         else:
-            fixed = vision_shape(model).fixed_grid
-            grids = (fixed, fixed) if fixed else ((1, 4, 4), (1, 4, 6))
+            grids = two_grids(model)
             self.kwargs = {"grids": grids}
             self.size = images_work(self.spec.module(module), grids)
         self._width, self._dtype = self.layers[0].output_width, dtype

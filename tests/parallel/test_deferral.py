@@ -24,6 +24,7 @@ PAIRS = [
 """Pairs of microbatches with both kinds of images, with deferred ones alone, and before text; a microbatch alone."""
 PAIRS_ON_ONE = [PAIRS[0], [["i"], [0, 0], [0], ["ii"], ["i"]]]
 SOUND = [[["ia", "a"], ["<ai", "<i", "i"], [0], ["<a", "i"]], [["i"], ["<a", 0], ["aa"], ["<iai", "a"]]]
+SOUND_ALONE = [[["a", 0], ["<a", "<aa", "a"], [0], ["<a"]], [["a"], ["<a", 0], ["aa"], ["<aaa"]]]
 RUNS = (("1F1B", 1), ("interleave", 0), ("ZB-H1", 2), ("searched", 1), ("Interleaved1F1B", 1), ("GPipe", 0))
 RECOMPUTE = ActivationCheckpointConfig(mode="full")
 
@@ -41,6 +42,9 @@ CASES = {
     "recomputation": Case(model=model_config(), images=PAIRS, recompute=RECOMPUTE, runs=RUNS[2:4]),
     "inner features": Case(model=with_mask(deepstack(4), "modality"), images=PAIRS_ON_ONE, runs=RUNS[:2]),
     "sound": Case(model=model_config(others={"audio": "whisper_encoder"}), images=SOUND, runs=RUNS[1:3]),
+    "sounds of packed rows": Case(
+        model=model_config(None, others={"audio": "qwen2_audio_encoder"}), images=SOUND_ALONE, runs=RUNS[1:3]
+    ),
     "blocks": Case(model=model_config(), images=PAIRS, braids=2),
     "memory options": Case(model=model_config(), images=PAIRS, memories=2),
     "split at a distance": Case(model=model_config(), images=PAIRS, runs=(("1F1B", 1, 2),)),
@@ -96,7 +100,7 @@ DAILY = {
     MeshShape(pp=4): ("sound", "blocks"),
     MeshShape(pp=2, tp=2): ("adapters", "images over tp"),
     MeshShape(pp=2, cp=2): ("patches", "recomputation"),
-    MeshShape(pp=2, dp_shard=2): ("frozen language",),
+    MeshShape(pp=2, dp_shard=2): ("frozen language", "sounds of packed rows"),
     MeshShape(pp=3): ("more ranks of vision", "more ranks of language"),
 }
 

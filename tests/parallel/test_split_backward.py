@@ -37,7 +37,6 @@ from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.passes.lower import Program
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.spec import documents_work, images_work
-from mmtrain.spec.vision_shapes import vision_shape
 from tests.lora import with_lora
 from tests.pairwise import covering
 from tests.parallel.parity import (
@@ -55,7 +54,7 @@ from tests.parallel.parity import (
 from tests.parallel.test_activation_memory import Alive
 from tests.parallel.test_parity import TOLERANCE
 from tests.ranks import run_ranks
-from tests.reference import ENCODERS, LANGUAGES, PLANNER, TRAINING, make_batch, model_config
+from tests.reference import ENCODERS, LANGUAGES, PLANNER, TRAINING, make_batch, model_config, two_grids
 
 LENGTHS = (37, 27)
 
@@ -195,11 +194,11 @@ def one_chunk(module, model, section=KEEP_ALL, layers=None, dtype=torch.float32,
         kwargs = {"attention": attention_context(bits), "position_ids": positions, "labels": labels}
         size = documents_work(LENGTHS, int((labels != IGNORE_INDEX).sum()))
     else:
-        fixed = vision_shape(model).fixed_grid
-        kwargs = {"grids": (fixed, fixed) if fixed else ((1, 4, 4), (1, 4, 6))}
+        kwargs = {"grids": two_grids(model)}
         size = images_work(spec.module(module), kwargs["grids"])
-    width = spec.module(module).layers[chunk.lo - 1].output_width
-    rows = size.rows // (mesh.size() if mesh else 1) * (1 + spec.module(module).num_carried(chunk.lo - 1))
+    before = spec.module(module).layers[chunk.lo - 1]
+    width, arriving = before.output_width, size.outputs if before.output_rows == "outputs" else size.rows
+    rows = arriving // (mesh.size() if mesh else 1) * (1 + spec.module(module).num_carried(chunk.lo - 1))
     x = torch.randn(rows, width, generator=torch.Generator().manual_seed(1)).to(dtype)
     return chunk, x, kwargs, size
 

@@ -90,3 +90,4 @@ def test_jobs_count_and_train_as_one_process(tmp_path, charts, extra):
         assert sorted(one[key]) == sorted(two[key]) == [1, 2, 3], key
         for step, value in one[key].items():
             assert abs(two[key][step] - value) <= 1e-5 * abs(value), (key, step)
+    assert [metrics(tmp_path / name, "deferred_images")[STEPS] for name in ("one", "two")] == [0, 3]

@@ -232,6 +232,12 @@ def test_whole_bins_are_dealt_where_longest_first_has_no_room():
     ]
 
 
+def test_a_microbatch_keeps_language_work_even_if_rounded_sums_ask_for_all():
+    assert SubsetSums([49], levels=6).nearest_half(49 - 1) == (0,)
+    made = assign("entrain", samples_of([(9, 49), (5, 1)]), [[0], [1]], num_replicas=1, defer=True, levels=6)
+    assert made.language_samples(0) == ((0,), (1,))
+
+
 def test_language_work_is_deferred_only_where_it_fits():
     samples = samples_of([(6, 6), (5, 3), (4, 2), (3, 1)], sizes=[5, 6, 4, 5])
     roomy, full = (
@@ -275,10 +281,11 @@ def steps(draw):
     policy=st.sampled_from(POLICIES),
     defer=st.booleans(),
     fewer=st.booleans(),
+    levels=st.sampled_from([2, 7, 4096]),
     refines=st.booleans(),
     seed=st.integers(0, 3),
 )
-def test_each_sample_is_in_one_microbatch_within_the_limits(step, policy, defer, fewer, refines, seed):
+def test_each_sample_is_in_one_microbatch_within_the_limits(step, policy, defer, fewer, levels, refines, seed):
     samples, bins, num_replicas, capacity = step
 
     def judge(microbatches):
@@ -293,6 +300,7 @@ def test_each_sample_is_in_one_microbatch_within_the_limits(step, policy, defer,
             capacity=capacity,
             defer=defer,
             fewer_microbatches=fewer,
+            levels=levels,
             judge=judge if refines else None,
             evaluations=25,
             seed=seed,

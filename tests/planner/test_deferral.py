@@ -4,8 +4,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mmtrain.errors import DataError
+from mmtrain.modality.images import ImagesLayout
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta, without_deferral
 from mmtrain.modality.submesh import Submesh
 from mmtrain.modality.typical import reference_sizes
@@ -13,9 +16,11 @@ from mmtrain.planner.batching import Batching, check_conservation, make_batching
 from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.deferral import oversize_pairs
 from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.layout import IterationLayout
 from mmtrain.planner.partition.partition import Partition, partition
 from mmtrain.planner.problem import make_problem
 from mmtrain.planner.search.search import SearchOptions, search
+from mmtrain.schedule.action import Kind
 from mmtrain.schedule.graph import Work
 from mmtrain.schedule.library.catalogue import CATALOGUE, Placement
 from mmtrain.schedule.library.greedy import components
@@ -187,3 +192,45 @@ def footprints(problem: PlanningProblem) -> list[float]:
     memory = Memory(problem, microbatch, {node: problem.options(*node)[0] for node in problem.graph.nodes()})
     ranks = range(problem.graph.num_ranks)
     return [max(memory.footprint(c, rank) for rank in ranks) for c in range(memory.num_components)]
+
+
+@pytest.mark.parametrize(("cp", "tp", "shared"), [(1, 1, False), (2, 1, False), (1, 2, True), (2, 2, True)])
+@given(data=st.data())
+def test_features_of_two_microbatches_fill_all_slots_once(cp: int, tp: int, shared: bool, data: st.DataObject) -> None:
+    """Whichever ranks have which images: of each microbatch every feature comes once, from the works that feed it."""
+    counts = st.lists(st.sampled_from([[], A, B]), min_size=1, max_size=3)
+    microbatches, before = [], False
+    for index in range(data.draw(st.integers(1, 5))):
+        grids = data.draw(counts)
+        ahead = data.draw(st.integers(0, len(grids))) if index and not before else 0
+        names = [(10 * index + n) * (-1 if n <= ahead and all(grids[:n]) else 1) for n in range(1, len(grids) + 1)]
+        microbatches.append(packed(*zip(names, grids, strict=True)))
+        before = min(names) < 0
+    meta = IterationMeta(microbatches=tuple(microbatches))
+    spec, submesh = vlm(), Submesh(cp=cp, tp=tp, data_encoder=shared)
+    batching = make_batching(meta, spec, data.draw(st.integers(0, 2)))
+    check_conservation(meta, batching)
+    layout = IterationLayout(submesh, batching, meta).of_module["vision"]
+    assert isinstance(layout, ImagesLayout)
+    for item in batching.items:
+        if item.work.module == 1:
+            found = [
+                layout.feature_indices(work, c, t)
+                for work in item.work.after
+                for c in range(cp)
+                for t in (range(tp) if shared else (0,))
+            ]
+            features = sorted(int(i) for rows in found for i in rows if i >= 0)
+            assert features == list(range(sum(image.num_tokens for image in meta.microbatches[item.owner].images)))
+
+
+def test_iterations_without_a_backward_have_pairs_too() -> None:
+    spec = vlm(4, 4)
+    for name in ("1F1B", "interleave", "GPipe"):
+        planner = IterationPlanner(
+            spec=spec, partition=parts_of(spec), section=PLANNER, costs=FlopsCosts.of(PLANNER),
+            schedule=CATALOGUE[name].eager(int(name == "1F1B")), sub_microbatch_size=0, sharded=True, check_plans=True,
+        )  # fmt: skip
+        plan = planner.plan(PAIR, forward_only=True)
+        assert plan.result.plan is not None
+        assert {action.kind for order in plan.result.plan.orders for action in order} == {Kind.F}

@@ -53,7 +53,7 @@ class Summary:
     num_train: int
     num_validation: int
     num_images: int
-    """Images of both splits."""
+    """Images of both splits, or what else the data set shows."""
     num_bytes: int
     """Size of both parquet files."""
 
@@ -151,7 +151,7 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], features: Mapping[
 def _arrow_type(feature: Mapping[str, Any]) -> Any:
     import pyarrow as pa
 
-    if feature.get("_type") == "Image":
+    if feature.get("_type") in ("Image", "Audio"):
         return pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     if "dtype" in feature:
         return pa.type_for_alias(feature["dtype"])

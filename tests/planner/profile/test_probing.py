@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from mmtrain.config import config as config_module
-from mmtrain.config.model import ProjectorConfig
 from mmtrain.modality.buckets import most_frames, video_geometry
 from mmtrain.modality.probes import probing_iteration, work_curve
 from mmtrain.planner.batching import check_conservation, make_batching
@@ -22,7 +21,7 @@ JOBS = ["debug_vlm.toml", "debug_lora.toml", "debug_siglip_llama.toml", "debug_t
 def with_encoder(encoder: str):
     config = config_module.load("debug_vlm.toml", [])
     section = replace(config.model.encoder, config=ENCODERS[encoder])
-    return replace(config, model=replace(config.model, encoder=section, projector=ProjectorConfig()))
+    return replace(config, model=replace(config.model, encoder=section, projector=model_config(encoder).projector))
 
 
 def with_further():
