@@ -5,7 +5,7 @@ each microbatch, the forward of each language stage first runs the forwards of t
 and its backward ends with their backwards; so features never travel. What it costs beyond this is not counted: the sum
 of the copies' gradients over the ranks.
 
-Source: named, without an algorithm, by Cornstarch, arXiv:2503.11367, section 2; this definition is ours.
+Source: after a baseline of Cornstarch, arXiv:2503.11367; this definition is ours.
 """
 
 from collections.abc import Mapping, Sequence
