@@ -43,7 +43,8 @@ class StepFiles:
         The JSON object has `modules` (names), `stages` ([module, rank, first layer, last layer]), and for each action
         of all ranks' orders, one after the other, a row of `actions`: [stage, kind, microbatch, sub-microbatch,
         measured start, measured end, planned start, planned end, rows, FLOPs, part, parts]. A block has a row for each
-        of its `parts`, with the times of the block. `waits` has of both timelines the idle stretches: [rank, start,
+        of its `parts`, with the times of the block. `deferred` names the works that the next microbatch reads: [module,
+        microbatch, sub-microbatch]. `waits` has of both timelines the idle stretches: [rank, start,
         end, action that was waited for, or -1]. Seconds, each from its own first start.
         """
         write_whole(path.with_suffix(".svg"), svg(self.timelines))
@@ -85,6 +86,10 @@ class StepFiles:
                 for stage in self.planner.partition.stages
             ],
             "actions": actions,
+            "deferred": [
+                [work.module, work.microbatch, work.sub_microbatch]
+                for work in (graph.works[index] for index in sorted(graph.deferred))
+            ],
             "waits": {name: _waits(timing, zeros[name], first_rows) for name, timing in both.items()},
         }
 

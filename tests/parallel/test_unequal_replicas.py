@@ -1,5 +1,6 @@
 """Replicas with unequal numbers of microbatches in one step train as one process does on all of them."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -83,6 +84,7 @@ def test_jobs_count_and_train_as_one_process(tmp_path, charts, extra):
     for name, more in (("one", []), ("two", extra)):
         path = write_config(tmp_path / name, charts)
         keys = [*SHALLOW, *more, f"training.steps={STEPS}", "training.global_batch_size=8"]
+        keys += [f"metrics.timeline_freq={STEPS}", f"metrics.trace_freq={STEPS}"]
         run_ranks(run, world_size(more[:5]) if more else 1, path, keys)
         found[name] = {key: metrics(path.parent, key) for key in ("loss", "grad_norm", "tokens", "images", "patches")}
     one, two = found["one"], found["two"]
@@ -91,3 +93,10 @@ def test_jobs_count_and_train_as_one_process(tmp_path, charts, extra):
         for step, value in one[key].items():
             assert abs(two[key][step] - value) <= 1e-5 * abs(value), (key, step)
     assert [metrics(tmp_path / name, "deferred_images")[STEPS] for name in ("one", "two")] == [0, 3]
+    for name, deferred in (("one", []), ("two", [[0, 0, 1]])):
+        folder = tmp_path / name / "run"
+        timeline = json.loads((folder / "timelines" / f"step-{STEPS}.json").read_text())
+        assert timeline["deferred"] == deferred, name
+        for drawing in (f"timelines/step-{STEPS}.svg", f"traces/step-{STEPS}.json"):
+            text = (folder / drawing).read_text().replace("&gt;", ">")
+            assert ("F0.1> vision" in text) == bool(deferred), (name, drawing)

@@ -19,7 +19,9 @@ function readAction(row, data) {
   const [stage, kind, microbatch, sub, start, end, plannedStart, plannedEnd, rows, flops, part = 0, parts = 1] = row;
   const [module, rank, first, last] = data.stages[stage];
   const times = { measured: [start, end], planned: [plannedStart, plannedEnd] };
-  return { stage, kind, microbatch, sub, rows, flops, module, rank, layers: [first, last], times, part, parts };
+  const deferred = (data.deferred || []).some(([of, m, s]) => of === module && m === microbatch && s === sub);
+  const mark = deferred ? ">" : ""; // of a work that the next microbatch reads
+  return { stage, kind, microbatch, sub, mark, rows, flops, module, rank, layers: [first, last], times, part, parts };
 }
 
 /** The measured timeline of a step above the planned one, on a canvas that zooms. */
@@ -159,9 +161,10 @@ class TimelineView {
       pen.lineWidth = 2;
       pen.strokeRect(start + 1, y + 1, Math.max(width - 2, 1), height - 2);
     }
-    const whole = action.sub ? `${action.microbatch}.${action.sub}` : `${action.microbatch}`;
+    const { microbatch, sub, mark } = action;
+    const whole = sub ? `${microbatch}.${sub}${mark}` : `${microbatch}${mark}`;
     const seen = [Math.max(start, LABEL_WIDTH), Math.min(end, LABEL_WIDTH + this.inner)];
-    const text = [whole, `${action.microbatch}`].find((t) => t.length * 7 + 3 <= seen[1] - seen[0]);
+    const text = [whole, `${microbatch}${mark}`].find((t) => t.length * 7 + 3 <= seen[1] - seen[0]);
     if (!text) return;
     pen.fillStyle = action.kind === "B" || action.kind === "I" ? "#ffffff" : "#1f2933";
     pen.font = "11.5px system-ui, sans-serif";
@@ -266,8 +269,8 @@ class TimelineView {
     else tip.hide();
   }
 
-  title({ kind, microbatch, sub, module, stage }) {
-    return `${kind}${microbatch}.${sub} ${this.data.modules[module]} s${stage}`;
+  title({ kind, microbatch, sub, mark, module, stage }) {
+    return `${kind}${microbatch}.${sub}${mark} ${this.data.modules[module]} s${stage}`;
   }
 
   actionTip(action) {
@@ -275,6 +278,7 @@ class TimelineView {
     const lines = [
       `${this.data.modules[action.module]} ${KINDS[action.kind]}, rank ${action.rank}`,
       `microbatch ${action.microbatch}, sub-microbatch ${action.sub}; layers ${action.layers.join(" to ")}`,
+      ...(action.mark ? ["its images are read by the next microbatch"] : []),
       ...(action.parts > 1 ? ["in one block with another action; the times are the block's"] : []),
       `measured ${seconds(measured)} from ${seconds(action.times.measured[0])}`,
       `planned ${seconds(planned)} from ${seconds(action.times.planned[0])}` +
