@@ -28,7 +28,7 @@ from mmtrain.observe.metrics import Reporter, peak_flops
 from mmtrain.observe.step_files import StepFiles
 from mmtrain.observe.step_memory import MemoryUse
 from mmtrain.observe.step_metrics import StepMetrics, Validation
-from mmtrain.observe.step_timing import StepTiming, planned_timing
+from mmtrain.observe.step_timing import StepTiming
 from mmtrain.parallel.collectives import on_rank_zero
 from mmtrain.parallel.mesh import Mesh
 from mmtrain.parallel.optim import lr_factor
@@ -156,9 +156,8 @@ class RunRecord:
         """Args: counts: over all replicas. flops: module -> of the step on this replica."""
         shape, result, memory = self._mesh.shape, step.result, step.memory
         config, plan = self._config, step.plan
-        assert plan.result.plan is not None and plan.result.timeline is not None
+        assert plan.result.timeline is not None
         spread_s, planned_spread_s = counts.replica_spreads_s(shape.dp)
-        planned = planned_timing(plan.result.plan, plan.result.timeline)
         return StepMetrics(
             step=step.step,
             loss=result.loss,
@@ -200,7 +199,7 @@ class RunRecord:
             unassigned=self._counts.unassigned,
             program_s=max(timing.spans_s),
             peak_s=sum(f.total for f in flops.values()) / (self._peak_flops * shape.cp * shape.tp * shape.pp),
-            modules=timing.modules(flops, self._peak_flops * shape.cp * shape.tp, planned),
+            modules=timing.modules(flops, self._peak_flops * shape.cp * shape.tp, plan.result.timeline.spread_s),
             sources=result.sources,
             planner=self._counts.planner(step.planned) if step.planned else None,
         )

@@ -1,5 +1,6 @@
 """Start and end of the actions of a step on all pipeline ranks of a replica, and the metrics of each module."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -75,38 +76,29 @@ class StepTiming:
     def _available_s(self) -> float:
         return max(self.spans_s) * len(self.spans_s)
 
-    def modules(self, flops: Mapping[str, Flops], peak_flops: float, planned: "StepTiming") -> dict[str, ModuleMetrics]:
+    def modules(
+        self, flops: Mapping[str, Flops], peak_flops: float, planned_spread_s: Mapping[str, float]
+    ) -> dict[str, ModuleMetrics]:
         """Module -> time of its actions, and idle time due to them.
 
         Args:
             flops: module -> model FLOPs of the step on this replica.
             peak_flops: of all devices of a pipeline rank (cp x tp) together.
-            planned: the simulated timing of the plan.
+            planned_spread_s: module -> simulated `Timeline.spread_s`.
         """
-        waited = self.waits.module_s(len(self.plan.graph.modules))
+        timeline, names = self.timeline(), [module.name for module in self.plan.graph.modules]
+        waited, seconds, spread_s = self.waits.module_s(len(names)), timeline.microbatch_s, timeline.spread_s
         return {
-            module.name: ModuleMetrics(
-                compute_s=float(self.microbatch_s[index].sum()),
-                flops=flops[module.name].total if module.name in flops else 0.0,
+            name: ModuleMetrics(
+                compute_s=sum(seconds.get(name, ())),
+                flops=flops[name].total if name in flops else 0.0,
                 peak_flops=peak_flops,
                 bubble=waited[index] / self._available_s,
-                spread_s=float(self.microbatch_s[index].std()),
-                planned_spread_s=float(planned.microbatch_s[index].std()),
+                spread_s=spread_s.get(name, math.nan),
+                planned_spread_s=planned_spread_s.get(name, math.nan),
             )
-            for index, module in enumerate(self.plan.graph.modules)
+            for index, name in enumerate(names)
         }
-
-    @cached_property
-    def microbatch_s(self) -> Floats:
-        """[module, microbatch] -> seconds of its actions on all pipeline ranks; 0 where it has no work."""
-        graph = self.plan.graph
-        seconds = np.zeros((len(graph.modules), 1 + max(work.microbatch for work in graph.works)))
-        for order, start, end in zip(self.plan.orders, self.starts_s, self.ends_s, strict=True):
-            for action, length in zip(order, (end - start).tolist(), strict=True):
-                for part in action.parts:  # a block counts once
-                    at = graph.module_of[part.stage], part.microbatch
-                    seconds[at] += length / len(action.parts)
-        return seconds
 
     def timeline(self) -> Timeline:
         """The timeline for drawings."""

@@ -72,6 +72,22 @@ class StepAssigner:
             seed=self.seed,
         )
 
+    def reassigned(self, metas: Sequence[IterationMeta]) -> list[IterationMeta]:
+        """The batches of replicas with all of their documents assigned anew. Args: metas: [replica] -> its batch."""
+        documents, bins = list[DocumentMeta](), list[range]()
+        for microbatches in zip(*(meta.microbatches for meta in metas), strict=True):  # bin g is one of replica g % R
+            for microbatch in microbatches:
+                first = len(documents)
+                documents += [_numbered(document, first + i) for i, document in enumerate(microbatch.documents)]
+                bins.append(range(first, len(documents)))
+        assignment = replace(self, num_replicas=len(metas))(documents, bins)
+        return [IterationMeta(microbatches=language_microbatches(own, documents)) for own in assignment.replicas]
+
+
+def _numbered(document: DocumentMeta, sample: int) -> DocumentMeta:
+    """A drawn document under another number: those of several replicas have the same ones."""
+    return replace(document, sample=sample, images=tuple(replace(image, sample=sample) for image in document.images))
+
 
 def language_microbatches(
     microbatches: Sequence[AssignedMicrobatch], documents: Sequence[DocumentMeta]

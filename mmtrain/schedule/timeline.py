@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import pstdev
 from typing import NamedTuple
 
 from mmtrain.schedule.action import NOT_COMPUTE, Action
@@ -78,6 +79,22 @@ class Timeline:
         for row in self.rows:
             busy[row.rank] += row.end_s - row.start_s
         return tuple(busy)
+
+    @cached_property
+    def microbatch_s(self) -> dict[str, tuple[float, ...]]:
+        """Module -> [microbatch] -> seconds of its actions on all ranks; 0 where it has no work."""
+        count = 1 + max((part.microbatch for row in self.rows for part in row.action.parts), default=-1)
+        seconds = {module: [0.0] * count for module in self.stage_modules}
+        for row in self.rows:
+            parts = row.action.parts  # of a block both have the same share
+            for part in parts:
+                seconds[self.stage_modules[part.stage]][part.microbatch] += (row.end_s - row.start_s) / len(parts)
+        return {module: tuple(of) for module, of in seconds.items()}
+
+    @property
+    def spread_s(self) -> dict[str, float]:
+        """Module -> standard deviation of the seconds of its actions for one microbatch."""
+        return {module: pstdev(of) for module, of in self.microbatch_s.items() if of}
 
     @cached_property
     def span_s(self) -> tuple[float, ...]:

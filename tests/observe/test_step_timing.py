@@ -33,7 +33,7 @@ def measured(*, zero: float = 100.0, span_s: float = 25.0) -> StepTiming:
 
 def test_the_parts_of_the_modules() -> None:
     timing = measured()
-    modules = timing.modules(FLOPS, 2.0, planned_timing(PLAN, TIMELINE))
+    modules = timing.modules(FLOPS, 2.0, TIMELINE.spread_s)
     # The second microbatch has no image.
     assert {name: (m.spread_s, m.planned_spread_s) for name, m in modules.items()} == {
         "vision": (3.0, 3.0),
@@ -54,7 +54,7 @@ def test_metrics_have_the_parts_and_they_add_up(tmp_path, capsys):
         **STEP | {"bubble": timing.bubble},
         measured_s=timing.makespan_s,
         planned_s=TIMELINE.makespan_s / 2,
-        modules=timing.modules(FLOPS, 2.0, timing),
+        modules=timing.modules(FLOPS, 2.0, TIMELINE.spread_s),
     )
     report.step(metrics)
     report.step(StepMetrics(**STEP | {"step": 2}))
@@ -72,7 +72,7 @@ def test_a_module_without_work_has_no_mfu(tmp_path):
     problem = two_modules(2, [0], language=option(1.0, 2.0))
     plan = Plan.parse(problem.graph, "2F0.0 2B0.0\n3F0.0 3B0.0")
     timing = planned_timing(plan, simulate(problem, plan))
-    modules = timing.modules({"language": Flops(forward=12.0)}, 4.0, timing)
+    modules = timing.modules({"language": Flops(forward=12.0)}, 4.0, {})
     assert math.isnan(modules["vision"].mfu) and modules["language"].mfu == 0.5
     report = reporter(tmp_path)
     report.step(StepMetrics(**STEP, modules=modules))

@@ -20,6 +20,7 @@ from mmtrain.planner.forecast.whole_iteration import IterationSimulator, Simulat
 from mmtrain.planner.forecast.workloads import draw
 from mmtrain.planner.memory.limit import MemoryBudget, MemoryRule
 from mmtrain.planner.plan_choice import PLANNED
+from mmtrain.planner.step_assignment import StepAssigner
 from mmtrain.schedule.library.names import check_name
 from mmtrain.schedule.recipe.files import schedule_of
 from mmtrain.schedule.timeline import Timeline
@@ -238,7 +239,9 @@ def _answer(
     limited = budget if budget.limited else None
     steps: list[SimulatedIteration] = []
     first: Timeline | None = None
+    assigner = StepAssigner.of(job, simulator.planner) if job.assignment.policy != "none" else None
     for metas in batches:
+        metas = metas if assigner is None else assigner.reassigned(metas)
         try:
             step, timeline = simulator.simulate(metas, seed=question.seed, step=len(steps))
         except PlanError as error:
@@ -273,6 +276,8 @@ def _notes(question: Question, machine: Machine) -> list[str]:
         notes.append(f"where the workload has an image, each encoder has an item: {', '.join(config.model.encoders)}")
     if config.model.reads_clips and not config.model.encodes_clips:
         notes.append("latents count as given: no VAE runs here")
+    if config.assignment.samples_per_step:
+        notes.append("assignment.samples_per_step is left out: drawn steps have full microbatches")
     if config.planner.enable and PLANNED not in question.schedules:
         notes.append(
             f"planner.enable is left out: the orders are those of the schedules named here (--schedule {PLANNED} has "
@@ -305,6 +310,8 @@ def table(report: Report) -> str:
     lines += _aligned([_COLUMNS, *(_row(answer, machine, shape.world_size // shape.dp) for answer in answers)])
     if answers:
         lines += ["", "% of ranks x seconds, 100 in all:", *_aligned(breakdown_rows(answers))]
+        lines += ["", "standard deviation in seconds, of the microbatches of a module and of the replicas:"]
+        lines += _aligned(_spread_rows(answers))
     lines += _budgets(report)
     lines += [""] * any((report.notes, _faults(report)))
     lines += _faults(report)
@@ -318,6 +325,17 @@ def breakdown_rows(answers: Sequence[Answer]) -> list[tuple[str, ...]]:
     labels = [label(parts) for parts in next(iter(shares.values()))]
     rows = [(name, *(f"{100 * share:.1f}" for share in parts.values())) for name, parts in shares.items()]
     return [("schedule", *labels), *rows]
+
+
+def _spread_rows(answers: Sequence[Answer]) -> list[tuple[str, ...]]:
+    """What is uneven under each schedule, and how many documents of a step are deferred."""
+    modules = list(answers[0].iterations[0].spread_s)
+    rows = [("schedule", *modules, "replicas", "deferred")]
+    for answer in answers:
+        spreads = [statistics.fmean(step.spread_s.get(name, 0.0) for step in answer.iterations) for name in modules]
+        numbers = [*spreads, answer.mean("replica_spread_s")]
+        rows.append((answer.schedule, *(f"{number:.4f}" for number in numbers), f"{answer.mean('num_deferred'):.1f}"))
+    return rows
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -416,6 +434,12 @@ def _answer_json(answer: Answer, machine: Machine, ranks: int) -> dict[str, Any]
         "mfu": None if machine.peak_flops is None else answer.mfu(ranks, machine.peak_flops),
         "bubble": answer.mean("bubble"),
         "breakdown": answer.breakdown.by_label,
+        "spread_s": {
+            name: statistics.fmean(s.spread_s[name] for s in answer.iterations)
+            for name in answer.iterations[0].spread_s
+        },
+        "replica_spread_s": answer.mean("replica_spread_s"),
+        "deferred": answer.mean("num_deferred"),
         "peak_bytes": peak,
         "peak_pp_rank": rank,
         "fits": None if machine.memory_bytes is None else peak <= machine.memory_bytes,

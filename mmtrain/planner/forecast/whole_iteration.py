@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from statistics import fmean, pstdev
 
 from mmtrain.config.config import Config
 from mmtrain.errors import ConfigError, PlanError
@@ -59,6 +60,15 @@ class SimulatedIteration:
     """Microbatches of all simulated replicas."""
     breakdown: Breakdown
     """The rank-seconds of the replicas, mean over them."""
+    spread_s: Mapping[str, float]
+    """Module -> standard deviation of its seconds for one microbatch, mean over the replicas."""
+    num_deferred: int
+    """Documents of all simulated replicas whose images are encoded with the microbatch before."""
+
+    @property
+    def replica_spread_s(self) -> float:
+        """Standard deviation of the pipelines of the replicas."""
+        return pstdev(self.replicas_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +164,8 @@ class IterationSimulator:
             num_images=sum(meta.num_images for meta in metas),
             num_microbatches=sum(len(meta.microbatches) for meta in metas),
             breakdown=Breakdown.of(ranks * iteration_s, seconds),
+            spread_s={name: fmean(timeline.spread_s[name] for timeline in timelines) for name in timelines[0].spread_s},
+            num_deferred=sum(meta.num_deferred for meta in metas),
         )
         return iteration, slowest
 

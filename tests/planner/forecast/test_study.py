@@ -190,6 +190,23 @@ def test_all_schedules_read_the_same_batches():
     assert [step.flops for step in one.iterations] == [step.flops for step in other.iterations]
 
 
+def test_samples_are_assigned_as_the_job_assigns_them():
+    degrees = ["parallelism.data_parallel_shard_degree=2", "training.seq_len=1024", "training.global_batch_size=12"]
+
+    def simulated(policy):
+        asked = question(*degrees, f"assignment.policy={policy}", num_iterations=2)
+        report = simulate_job(asked)
+        (answer,) = report.answers
+        assert to_json(report)["schedules"][0]["replica_spread_s"] == answer.mean("replica_spread_s")
+        assert f"{answer.mean('replica_spread_s'):.4f}" in table(report)
+        return answer
+
+    first_fit, balanced = simulated("none"), simulated("balanced")
+    assert [step.num_images for step in first_fit.iterations] == [step.num_images for step in balanced.iterations]
+    assert balanced.mean("replica_spread_s") < first_fit.mean("replica_spread_s") / 2
+    assert balanced.mean("iteration_s") < first_fit.mean("iteration_s")
+
+
 def test_the_fullest_rank_is_that_of_any_iteration():
     (answer,) = simulate_job(question()).answers
     assert isinstance(answer, Answer)
