@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train train-video test nightly mutants check docs data shapes venv clean
+.PHONY: train train-video train-sound test nightly mutants check docs data shapes sounds venv clean
 
 venv: $(VENV)/installed
 
@@ -22,11 +22,19 @@ shapes: data/shapes/README.md
 data/shapes/README.md: | venv
 	$(BIN)/mmtrain data shapes data/shapes --num-samples 6000 --seed 0
 
+sounds: data/sounds/README.md
+
+data/sounds/README.md: | venv
+	$(BIN)/mmtrain data sounds data/sounds --num-samples 6000 --seed 0
+
 train: venv data
 	$(BIN)/mmtrain train --config debug_qwen2_vl.toml
 
 train-video: venv shapes
 	$(BIN)/mmtrain train --config debug_t2v.toml
+
+train-sound: venv sounds
+	$(BIN)/mmtrain train --config debug_sound.toml
 
 # Tests side by side: many use one core, or wait. A test may itself start up to 8 processes.
 TEST_WORKERS ?= 2
@@ -61,4 +69,4 @@ $(VENV)/docs-installed: pyproject.toml | venv
 	touch $@
 
 clean:
-	rm -rf outputs data/charts data/shapes
+	rm -rf outputs data/charts data/shapes data/sounds

@@ -73,6 +73,9 @@ class EncoderConfig:
     SECTION: ClassVar[str] = "model.encoder"
     kind: Literal["images", "audio"] = "images"
     """What it reads. That of [model.encoder] reads images."""
+    sound_rows: Literal["window", "sound"] = "window"
+    """Of Whisper's encoder: window: all rows of each window are run, silence included, as by its class. sound: those of
+    the sound alone, packed, and silence makes no token; Qwen2-Audio's encoder has no other way."""
     token: str = ""
     """Of a further encoder: the placeholder in the tokenizer's vocabulary that its features replace; empty: <NAME>."""
     projector: ProjectorConfig | None = None

@@ -72,10 +72,10 @@ class SoundRules:
 
 
 class PackedSoundRules(SoundRules):
-    """Qwen2-Audio's: silence after the end of a sound makes no row and no token.
+    """Qwen2-Audio's, and Whisper's with `sound_rows`: silence after the end of a sound makes no row and no token.
 
-    Its class cuts a sound behind the first window; here the next one follows. Of samples behind the last window that
-    are too few for a token nothing is heard.
+    Qwen2-Audio's class cuts a sound behind the first window; here the next one follows. Of samples behind the last
+    window that are too few for a token nothing is heard.
     """
 
     packs_rows = True
@@ -90,11 +90,11 @@ class PackedSoundRules(SoundRules):
         return -(-num_samples // (self.hop * self.frames_per_row))
 
 
-SOUND_ENCODERS: Mapping[str, type[SoundRules]] = {
-    "whisper_encoder": SoundRules,
-    "qwen2_audio_encoder": PackedSoundRules,
+SOUND_ENCODERS: Mapping[str, tuple[type[SoundRules], type[SoundRules]]] = {
+    "whisper_encoder": (SoundRules, PackedSoundRules),
+    "qwen2_audio_encoder": (SoundRules, PackedSoundRules),
 }
-"""Family of encoders that hear -> its rules."""
+"""Family of encoders that hear -> its rules for windows, and for packed rows of sound."""
 
 
 def sound_rules(model: ModelConfig, module: str) -> SoundRules:
@@ -103,6 +103,6 @@ def sound_rules(model: ModelConfig, module: str) -> SoundRules:
     if shape.model_type not in SOUND_ENCODERS:
         known = ", ".join(SOUND_ENCODERS)
         raise ConfigError(f"model.modules.{module}: model_type = {shape.model_type!r} hears nothing; known are {known}")
-    return SOUND_ENCODERS[shape.model_type](
+    return SOUND_ENCODERS[shape.model_type][shape.packed](
         mel_bins=shape.mel_bins, window_rows=shape.max_rows, merge=shape.patches_per_token
     )

@@ -311,7 +311,8 @@ class ViT(MaskedVision):
 
 
 class WhisperEncoder(MaskedVision):
-    """The Whisper encoder: a log-mel spectrogram [mel bins, 2 x frames] is an image of one row of frames."""
+    """The Whisper encoder: a log-mel spectrogram [mel bins, 2 x frames] is an image of one row of frames. Where rows
+    are packed, a patch is all that one row reads of it, see `models.spectrogram`."""
 
     blocks, embed, norm = "layers", ("conv1", "conv2", "embed_positions"), "layer_norm"
 
@@ -322,6 +323,8 @@ class WhisperEncoder(MaskedVision):
         return WhisperConfig, WhisperEncoder
 
     def call_embed(self, tower: PreTrainedModel, pixels: Tensor, rows: RankRows) -> Tensor:
+        if rows.shape.packed:
+            return _embedded_rows(tower, pixels, rows)
         x_NDF = nn.functional.gelu(tower.conv1(pixels.to(tower.conv1.weight.dtype)))
         x_NDF = nn.functional.gelu(tower.conv2(x_NDF))
         frames = torch.arange(x_NDF.shape[-1], device=x_NDF.device)
@@ -332,29 +335,13 @@ class WhisperEncoder(MaskedVision):
             super().init_weights(tower, module)
 
 
-class Qwen2AudioEncoder(MaskedVision):
-    """The Qwen2-Audio encoder, on packed rows of sounds of any length. A patch is all that one row reads of its
-    spectrogram, see `models.spectrogram`."""
-
-    blocks, embed, norm = "layers", ("conv1", "conv2", "embed_positions"), "layer_norm"
+class Qwen2AudioEncoder(WhisperEncoder):
+    """The Qwen2-Audio encoder, which is always packed."""
 
     def classes(self) -> tuple[type[PreTrainedConfig], Any]:
         from transformers import Qwen2AudioEncoder, Qwen2AudioEncoderConfig
 
         return Qwen2AudioEncoderConfig, Qwen2AudioEncoder
-
-    def call_embed(self, tower: PreTrainedModel, pixels: Tensor, rows: RankRows) -> Tensor:
-        first, second = tower.conv1, tower.conv2
-        own = np.maximum(rows.indices, 0)[: len(pixels)]
-        time_R = np.concatenate([np.arange(w) for _, _, w in rows.grids])[own]
-        x_RBF = pixels.to(first.weight.dtype).unflatten(1, (ROW_FRAMES, -1)).transpose(1, 2)
-        x_RD3 = nn.functional.gelu(nn.functional.conv1d(x_RBF, first.weight, first.bias))
-        # Before a sound's first frame the second convolution reads zeros, as its padding, and not what the first one
-        # makes of zeros.
-        begins_R = torch.from_numpy(time_R == 0).to(x_RD3.device, non_blocking=True)
-        x_RD3[:, :, 0].masked_fill_(begins_R[:, None], 0)
-        x_RD = nn.functional.gelu(nn.functional.conv1d(x_RD3, second.weight, second.bias)).squeeze(2)
-        return x_RD + tower.embed_positions(torch.from_numpy(time_R).to(x_RD.device, non_blocking=True))
 
 
 class Decoder(Adapter):
@@ -433,6 +420,21 @@ def _with_head(text_model: Any, config: PreTrainedConfig) -> PreTrainedModel:
     TextModelWithHead.__name__ = text_model.__name__.replace("TextModel", "TextForCausalLM")
     made: PreTrainedModel = TextModelWithHead(config)
     return made
+
+
+def _embedded_rows(tower: PreTrainedModel, patches: Tensor, rows: RankRows) -> Tensor:
+    """[R, D]: the first activation of packed rows of sounds. Args: patches: [R, ROW_FRAMES * B]."""
+    first, second = tower.conv1, tower.conv2
+    own = np.maximum(rows.indices, 0)[: len(patches)]
+    time_R = np.concatenate([np.arange(w) for _, _, w in rows.grids])[own]
+    x_RBF = patches.to(first.weight.dtype).unflatten(1, (ROW_FRAMES, -1)).transpose(1, 2)
+    x_RD3 = nn.functional.gelu(nn.functional.conv1d(x_RBF, first.weight, first.bias))
+    # Before a sound's first frame the second convolution reads zeros, as its padding, and not what the first one
+    # makes of zeros.
+    begins_R = torch.from_numpy(time_R == 0).to(x_RD3.device, non_blocking=True)
+    x_RD3[:, :, 0].masked_fill_(begins_R[:, None], 0)
+    x_RD = nn.functional.gelu(nn.functional.conv1d(x_RD3, second.weight, second.bias)).squeeze(2)
+    return x_RD + tower.embed_positions(torch.from_numpy(time_R).to(x_RD.device, non_blocking=True))
 
 
 def block_positions(grids: tuple[Grid, ...], merge: int) -> Tensor:

@@ -221,27 +221,28 @@ class VisionChunk(Chunk):
                     taps.append(x)
         if self.has_norm:
             if self.shape.pool > 1:
-                pooled = self._pool(sharding.gather(x)[:rows], grids, lo, hi)
+                pairs = self._with_token(sharding.gather(x)[:rows], grids, lo, hi)
+                pooled = pairs.unflatten(0, (-1, self.shape.pool)).mean(1)
                 x, rows = sharding.shard(pooled), len(pooled)
             x = self.vision.get_submodule(self.adapter.norm)(x)
         if self.has_projector:
             x, *taps = (sharding.gather(t)[:rows] for t in (x, *taps))
+            if self.shape.one_row and self.shape.packed and self.shape.pool == 1:
+                x = self._with_token(x, grids, lo, hi)
             x, taps = sharding.shard(self._project(x, taps, grids, in_travel_order=part is not None)), []
         leaving = torch.cat((x, *taps)) if taps else x
         return _owned(leaving[:0] if empty else leaving)
 
-    def _pool(self, x_RD: Tensor, grids: tuple[Grid, ...], lo: int, hi: int) -> Tensor:
-        """[features, D]: the mean of each `pool` rows of a sound; those behind its last feature make none.
+    def _with_token(self, x_RD: Tensor, grids: tuple[Grid, ...], lo: int, hi: int) -> Tensor:
+        """The rows of sounds that become tokens: without those behind the last one of each sound.
 
-        Args: lo, hi: the part of all rows that x_RD is; if it is empty, x_RD is padding for one feature.
+        Args: lo, hi: the part of all rows that x_RD is; if it is empty, x_RD is padding for one token.
         """
-        pool, start, runs = self.shape.pool, 0, []
+        unit, start, runs = self.shape.patches_per_token, 0, []
         for _, _, w in grids:
-            runs.append(x_RD[max(start, lo) - lo : max(lo, min(start + w // pool * pool, hi)) - lo])
+            runs.append(x_RD[max(start, lo) - lo : max(lo, min(start + w // unit * unit, hi)) - lo])
             start += w
-        if lo < hi and sum(map(len, runs)) < len(x_RD):
-            x_RD = torch.cat(runs)
-        return x_RD.unflatten(0, (-1, pool)).mean(1)
+        return torch.cat(runs) if lo < hi and sum(map(len, runs)) < len(x_RD) else x_RD
 
     def _num_features(self, grids: tuple[Grid, ...], lo: int, hi: int) -> int:
         """Features of the rows [lo, hi)."""

@@ -81,7 +81,7 @@ def make_projector(model: ModelConfig, module: str = "vision") -> nn.Module:
             projection.outputs,
             merge=shape.merge,
             hidden_size=projection.width,
-            row_major=not shape.packed,
+            row_major=not shape.any_size,
             one_row=shape.one_row,
         )
     one_head = {"num_attention_heads": 1, "num_key_value_heads": 1}  # of modules that are not made

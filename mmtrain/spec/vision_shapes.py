@@ -155,6 +155,14 @@ def vision_shape(model: ModelConfig, module: str = "vision") -> VisionShape:
             f'{section_of(module)}.kind = "{section.kind}", but {where} ({shape.model_type}) reads '
             f"{'spectrograms of sound' if shape.one_row else 'images'}; change one of the two"
         )
+    if section.sound_rows == "sound":
+        if shape.packed or not shape.one_row:
+            why = "runs no other rows" if shape.one_row else "hears nothing"
+            raise ConfigError(
+                f'{section_of(module)}.sound_rows = "sound" has no effect: {where} ({shape.model_type}) {why}; '
+                "remove it"
+            )
+        shape = replace(shape, packed=True, fixed_grid=None, patch_dim=ROW_FRAMES * shape.mel_bins)
     shape = _with_selected_features(section, projector, section_of(module), shape, where)
     check_divides(where, "number of heads", shape.num_heads, "width", shape.width)
     if projector.kind != "native":

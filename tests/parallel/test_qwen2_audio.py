@@ -41,6 +41,13 @@ def adapted(case: Case) -> Case:
     return dataclasses.replace(case, model=model, prepare=fill_adapters_by_name)
 
 
+def whisper(**more) -> Case:
+    """Whisper on the rows of sounds alone, of whose last ones a projector drops those that it cannot merge."""
+    case = shallow(Case(model=model_config(None, others={"audio": "whisper_encoder"}), images=SOUNDS, **more), 2)
+    ear = dataclasses.replace(case.model.modules["audio"], sound_rows="sound")
+    return dataclasses.replace(case, model=dataclasses.replace(case.model, modules={"audio": ear}))
+
+
 def test_the_model_in_one_process_is_the_whole_class():
     from transformers import Qwen2AudioConfig, Qwen2AudioForConditionalGeneration
 
@@ -73,6 +80,8 @@ CASES = {
     "rows over cp": whole(share_patches=True, runs=(("interleave", 1), ("1F1B", 0))),
     "sounds over tp": whole(data_encoder=True),
     "recomputed": whole(recompute=ActivationCheckpointConfig(mode="full")),
+    "whisper": whisper(),
+    "whisper, rows over cp": whisper(share_patches=True),
     "no sound": whole(images=[[[0, 0], [0]], [[0], [0]]]),
     "sound on one": whole(images=[SOUNDS[0], [[0], [0], [0, 0], [0]]]),
 }
@@ -90,6 +99,7 @@ DAILY = {
     MeshShape(pp=2, cp=2): {
         "sounds over cp": short(whole(blocks=2), 2),
         "rows over cp": short(whole(blocks=2, share_patches=True), 2),
+        "whisper, rows over cp": short(whisper(share_patches=True), 2),
     },
     MeshShape(pp=2, tp=2): {"whole": short(whole(blocks=2), 2), "adapters": short(adapted(whole(blocks=2)), 2)},
     MeshShape(pp=2, dp_shard=2): {"frozen tower": short(whole(blocks=2, frozen=("audio",)), 2)},
