@@ -30,7 +30,9 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "--samples", type=Path, metavar="FILE", help="of `mmtrain profile --samples` (default: a drawn workload)"
     )
     parser.add_argument("--workload", metavar="NAME", help="without --samples (default mix, or video_captions)")
-    parser.add_argument("--alpha", type=float, default=0.05, metavar="A", help="1 - confidence, at least 0.0001 (default 0.05)")
+    parser.add_argument(
+        "--alpha", type=float, default=0.05, metavar="A", help="1 - confidence, at least 0.0001 (default 0.05)"
+    )
     parser.add_argument(
         "--p-error",
         type=float,
