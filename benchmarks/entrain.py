@@ -36,7 +36,7 @@ from mmtrain.config.config import Config
 from mmtrain.modality.metadata import DocumentMeta, IterationMeta, MicrobatchMeta
 from mmtrain.modality.split import split_evenly
 from mmtrain.modality.typical import Bins
-from mmtrain.planner.assign import AssignedMicrobatch, Assignment, Judge, SampleCost, assign
+from mmtrain.planner.assign import AssignedMicrobatch, Assignment, Judge, SampleCost, assign, language_samples
 from mmtrain.planner.forecast.workloads import draw
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.plan import make_plan
@@ -367,8 +367,8 @@ def forward_ms(step: Step, assignment: Assignment, module: int) -> float:
     """Standard deviation over all microbatches of the forward milliseconds of encoder (0) or language model (1)."""
     names = ("vision", "language")
     spent = []
-    for replica, own in enumerate(assignment.replicas):
-        members = [one.samples for one in own] if module == 0 else assignment.language_samples(replica)
+    for own in assignment.replicas:
+        members = [one.samples for one in own] if module == 0 else language_samples(own)
         for own_samples in members:
             passes = [step.passes[i].get(names[module]) for i in own_samples]
             spent.append(sum(of.forward for of in passes if of is not None) / 1e6)

@@ -8,6 +8,8 @@ from mmtrain.config import config
 
 DRAWN = 4096
 """Samples that are drawn without --samples."""
+MOST_GPUS = 1 << 20
+"""Of --gpus."""
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -28,9 +30,15 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "--samples", type=Path, metavar="FILE", help="of `mmtrain profile --samples` (default: a drawn workload)"
     )
     parser.add_argument("--workload", metavar="NAME", help="without --samples (default mix, or video_captions)")
-    parser.add_argument("--alpha", type=float, default=0.05, metavar="A", help="1 - confidence (default 0.05)")
     parser.add_argument(
-        "--p-error", type=float, default=0.05, metavar="P", help="batches that may ask for another one (default 0.05)"
+        "--alpha", type=float, default=0.05, metavar="A", help="1 - confidence, at least 0.0001 (default 0.05)"
+    )
+    parser.add_argument(
+        "--p-error",
+        type=float,
+        default=0.05,
+        metavar="P",
+        help="fraction of batches that may ask for another allocation, at least 0.0001 (default 0.05)",
     )
     parser.add_argument("--finalists", type=int, default=6, metavar="N", help="candidates to simulate (default 6)")
     parser.add_argument("--iterations", type=int, default=1, metavar="N", help="to simulate of each (default 1)")
@@ -52,14 +60,16 @@ def _allocate(args: argparse.Namespace) -> int:
     from mmtrain.errors import ConfigError
     from mmtrain.planner.allocate import GIB, HEADER, allocate, described
     from mmtrain.planner.sample_costs import SampleCosts
-    from mmtrain.planner.stable_batch import num_trials
+    from mmtrain.planner.stable_batch import check_probabilities
 
     for name in ("gpus", "finalists", "iterations", "evaluations"):
         if getattr(args, name) < 1:
             raise ConfigError(f"allocate: --{name} {getattr(args, name)}; it is at least 1")
+    if args.gpus > MOST_GPUS:
+        raise ConfigError(f"allocate: --gpus {args.gpus}; it is at most {MOST_GPUS}")
     if args.seed < 0:
         raise ConfigError(f"allocate: --seed {args.seed}; it is at least 0")
-    num_trials(args.alpha, args.p_error)
+    check_probabilities(args.alpha, args.p_error)
     if args.samples and args.workload:
         raise ConfigError("allocate: --samples and --workload are two sources of samples; give one of the two")
     if args.cluster and any("planner.hardware" in override for override in args.overrides):

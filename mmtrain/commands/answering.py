@@ -79,11 +79,11 @@ class Answerer(ABC):
         Raises: ConfigError: it reads nothing of that kind.
         """
         for asked, kinds, option in (
-            (images, {"image", "video"}, "--blank-images"),
-            (audio, {"audio"}, "--blank-audio"),
+            (images, ("image", "video"), "--blank-images"),
+            (audio, ("audio",), "--blank-audio"),
         ):
-            if asked and not kinds & self._processor.readers.of_kind.keys():
-                raise ConfigError(f"{option} has no effect: the model reads no {max(kinds)}; leave it out")
+            if asked and self._processor.readers.of_kind.keys().isdisjoint(kinds):
+                raise ConfigError(f"{option} has no effect: the model reads no {' or '.join(kinds)}; leave it out")
         other = copy.copy(self)
         other._processor = self._processor.blanked(images=images, audio=audio)
         return other

@@ -5,7 +5,7 @@ OUT/NAME                     the same of a further encoder [model.modules.NAME]
 OUT/dit                      the same of a diffusion transformer, by its class in diffusers
 OUT/scheduler                the scheduler of diffusers that samples from it
 OUT/*_adapter                low-rank adapters, for `peft`; absent where they were merged into the weights
-OUT/projector                the projector of kind `mlp` or `llava`, for [model.projector] pretrained = ...
+OUT/projector                the projector unless its kind is `native`, for [model.projector] pretrained = ...
 OUT/NAME_projector           that of a further encoder
 OUT/README.md                what is what
 """

@@ -1,13 +1,16 @@
 """[assignment]: which microbatch of which replica each sample of a step goes to."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from mmtrain.config.bounds import at_least, at_most
 from mmtrain.config.toml_sections import shown
 from mmtrain.errors import ConfigError
 
 Policy = Literal["none", "balanced", "entrain", "disttrain"]
+POLICIES: tuple[Policy, ...] = get_args(Policy)
+LEVELS = 4096
+"""Default of `levels`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +31,7 @@ class AssignmentConfig:
     (Entrain)."""
     fewer_microbatches: bool = False
     """A replica may have fewer microbatches where one sample takes longer than an equal share (Entrain's K_eff)."""
-    levels: int = 4096
+    levels: int = LEVELS
     """Steps to which the language model's seconds of a microbatch are rounded where samples to defer are chosen."""
     evaluations: int = 16
     """Simulated iterations by which `balanced` improves its start on each replica; 0: none."""
@@ -43,6 +46,11 @@ class AssignmentConfig:
                     f'assignment.{key} = {shown(value)} has no effect with policy = "{self.policy}"; remove it, or set '
                     f'policy = "{policy}"'
                 )
+
+    @property
+    def assigns(self) -> bool:
+        """Whether it changes the number of a step's samples, or where they go."""
+        return self.policy != "none" or self.samples_per_step > 0
 
 
 _OF_POLICY = {"defer": "entrain", "fewer_microbatches": "entrain", "levels": "entrain", "evaluations": "balanced"}

@@ -167,14 +167,15 @@ def check(config: Config) -> None:
 def _check_assignment(config: Config) -> None:
     """Refuses numbers of samples that no step can have, and policies that do not fit the model."""
     section, bins = config.assignment, config.training.global_batch_size
-    if section == AssignmentConfig():
+    number = section.samples_per_step
+    if not section.assigns:
         return
     if config.model.dit is not None:
         raise ConfigError(
-            "[assignment] with [model.dit]: clips are not assigned to microbatches by what they cost yet; remove the "
-            "section"
+            f'assignment.policy = "{section.policy}", assignment.samples_per_step = {number} with [model.dit]: clips '
+            "are not assigned to microbatches by what they cost yet; remove both keys"
         )
-    number, most = section.samples_per_step, bins * config.training.seq_len // LEAST_SAMPLE_TOKENS
+    most = bins * config.training.seq_len // LEAST_SAMPLE_TOKENS
     if number and number < bins:
         raise ConfigError(
             f"assignment.samples_per_step = {number} is below training.global_batch_size = {bins} microbatches, each "

@@ -147,8 +147,8 @@ class DataConfig:
     max_pixels: int = 0
     """Largest image area after resizing (native-resolution encoders); 0: the processor's value."""
     max_media_bytes: int = 2**30
-    """Largest encoded image, sound or file of latents, bytes, and largest array in one; a larger one is a bad sample.
-    """
+    """Largest encoded image, sound or file of latents, bytes, and largest array or decoded sound in one; a larger one
+    is a bad sample."""
     max_decoded_pixels: int = 2**26
     """Largest image or frame before resizing, in pixels; a larger one is a bad sample. Decoding takes about 8 bytes a
     pixel. At most 178956970, where Pillow stops; it warns from half of that on."""

@@ -218,6 +218,12 @@ def _other(raw: RawSound, why: str, max_bytes: int) -> Sound:
     info = use(soundfile.info)
     if not 1 <= info.channels <= MOST_CHANNELS:
         raise DataError(f"it has {info.channels} channels; 1 to {MOST_CHANNELS} are read")
+    num_bytes = info.frames * info.channels * np.dtype(np.float32).itemsize  # silence needs few bytes in a file
+    if num_bytes > max_bytes:
+        raise DataError(
+            f"its samples need {num_bytes} bytes of memory, more than data.max_media_bytes = {max_bytes}; cut it, or "
+            "raise that limit"
+        )
 
     def decode() -> np.ndarray:
         values: np.ndarray = use(lambda file: soundfile.read(file, dtype="float32", always_2d=True)[0])

@@ -32,7 +32,7 @@ from mmtrain.data.sources import Sources
 from mmtrain.errors import ConfigError, DataError, one_line
 from mmtrain.modality.metadata import AssignmentMeta, IterationMeta, MicrobatchMeta, sample_name
 from mmtrain.models.batch import Batch, check_batch
-from mmtrain.planner.step_assignment import StepAssigner, language_samples
+from mmtrain.planner.step_assignment import StepAssigner, language_members
 from mmtrain.spec.vae_shapes import latent_scale
 
 M = TypeVar("M")
@@ -172,7 +172,7 @@ class StepMaker:
         ends = list(accumulate(map(len, bins), initial=0))
         documents = [self._measured[sample].meta for sample, _ in items]
         assignment = self._assigner(documents, [range(*ends[b : b + 2]) for b in range(len(bins))])
-        found = language_samples(assignment.replicas[self._dp_rank], documents)
+        found = language_members(assignment.replicas[self._dp_rank], documents)
         meta = AssignmentMeta(digest=assignment.digest, reason=assignment.message, seconds=time.perf_counter() - start)
         return [[(*items[index], early) for index, early in members] for members in found], meta
 

@@ -172,4 +172,4 @@ def _ranks(placement: str, specs: Mapping[str, ParallelSpec]) -> int:
     if len(set(shared.values())) > 1:
         named = ", ".join(f"{name} pp = {n}" for name, n in shared.items())
         raise ConfigError(f'ParallelSpec: {named}; with "{placement}" these modules share ranks, give all the same pp')
-    return next(iter(shared.values())) + (counts["language"] if placement == "colocated" else 0)
+    return max(shared.values(), default=0) + (counts["language"] if placement == "colocated" else 0)

@@ -57,7 +57,7 @@ def start_lines(config: Config, planner: IterationPlanner, *, device: str, threa
     )
     lines.append(f"seed {config.debug.seed} (debug.seed): initial weights, order of the samples, searches")
     lines.append(show_switches(config.planner, threads))
-    if config.assignment != AssignmentConfig():
+    if config.assignment.assigns:
         lines.append(_assignment(config.assignment))
     section = config.planner
     if device != "cpu" and section.enable and not (section.memory_limit or section.activation_memory_gib):

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from mmtrain.config.assignment import AssignmentConfig
 from mmtrain.config.config import Config, check
 from mmtrain.config.model import section_of
-from mmtrain.errors import ConfigError, DataError, MMTrainError, PlanError
+from mmtrain.errors import ConfigError, DataError, PlanError, one_line
 from mmtrain.modality.metadata import ClipMeta, DocumentMeta, IterationMeta, MicrobatchMeta
 from mmtrain.modality.split import split_evenly
 from mmtrain.planner.forecast.machine import Machine
@@ -28,7 +29,7 @@ from mmtrain.planner.stable_batch import LARGEST, Floats, StableBatch, proportio
 from mmtrain.spec.spec import ZERO_WORK, WorkSize
 
 FINALISTS = 6
-"""Candidates that are simulated by default, half of them with modules on ranks of their own."""
+"""Candidates that are simulated by default, half of them with modules on ranks of their own where so many run."""
 ITERATIONS = 1
 """Simulated iterations of each, by default."""
 REPLICAS = 2
@@ -174,8 +175,8 @@ def allocate(
         )
     steps = [[_packed(config, costs, (seed, i, r)) for r in range(REPLICAS)] for i in range(iterations)]
     ranked: list[Ranked] = []
+    wanted = (finalists + 1) // 2
     for placed in (True, False):
-        wanted = (finalists + placed) // 2
         for candidate in [one for one in candidates if bool(one.ranks) == placed][: 4 * wanted]:
             ranked.append(_simulated(config, candidate, steps, evaluations))
             if ranked[-1].seconds < math.inf:
@@ -183,6 +184,7 @@ def allocate(
                 wanted -= 1
             if not wanted:
                 break
+        wanted += finalists // 2
     ranked.sort(key=lambda one: (one.seconds, one.candidate.key))
     if ranked[0].seconds == math.inf:
         raise ConfigError(f"allocate: none of {len(ranked)} candidates runs; the first: {ranked[0].problem}")
@@ -219,7 +221,7 @@ def described(config: Config, one: Ranked) -> str:
     peak = f"{one.peak_bytes / GIB:6.1f}" if one.peak_bytes else f"{'-':>6}"
     degrees = f"dp {candidate.dp:3d}  tp {candidate.tp:2d}  cp {candidate.cp:2d}  pp {candidate.num_ranks:3d}"
     return f"{degrees}  {candidate.estimate_s:9.3f} {seconds} {peak}  {ranks}" + (
-        f"  ({one.problem})" if one.problem else ""
+        f"  ({_short(one.problem)})" if one.problem else ""
     )
 
 
@@ -260,7 +262,10 @@ def _priced(
         pipeline_parallel_degree=1,
     )
     batch = replace(config.training, global_batch_size=num_gpus)
-    job = replace(config, parallelism=parallelism, training=batch, planner=replace(config.planner, placement="spread"))
+    planner = replace(config.planner, placement="spread")
+    job = replace(config, parallelism=parallelism, training=batch, planner=planner, assignment=AssignmentConfig())
+    for name, section in config.model.cut_modules.items():
+        job = _with_ranks(job, name, 0, section.num_segments)
     try:
         check(job)
         check_degrees(job)
@@ -404,9 +409,9 @@ def _simulated(
             seconds.append(iteration.iteration_s + rest)
             peak = max(peak, *iteration.peak_bytes)
     except (ConfigError, DataError, PlanError) as error:
-        return Ranked(candidate=candidate, seconds=math.inf, peak_bytes=0.0, problem=_short(error))
+        return Ranked(candidate=candidate, seconds=math.inf, peak_bytes=0.0, problem=one_line(error))
     if machine.memory_bytes is not None and peak > machine.memory_bytes:
-        problem = f"out of memory: a device has {machine.memory_bytes / GIB:.1f} GiB"
+        problem = f"out of memory: a device has {machine.memory_bytes / GIB:.1f} GiB; use more, or shorter sequences"
         return Ranked(candidate=candidate, seconds=math.inf, peak_bytes=peak, problem=problem)
     return Ranked(candidate=candidate, seconds=sum(seconds) / len(seconds), peak_bytes=peak)
 
@@ -416,5 +421,6 @@ def _steady_s(pipeline_s: float, num_ranks: int, count: int) -> float:
     return pipeline_s * count / (count + num_ranks - 1)
 
 
-def _short(error: MMTrainError) -> str:
-    return str(error).partition(";")[0].partition(" (GiB")[0]
+def _short(problem: str) -> str:
+    """Without what to change."""
+    return problem.partition(";")[0].partition(" (GiB")[0]

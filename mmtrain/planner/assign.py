@@ -5,7 +5,6 @@ Sources: Entrain (Jang, Efficient Multimodal Model Training at Scale, dissertati
 algorithm 4); DistTrain, arXiv:2408.04275, section 5.
 """
 
-import difflib
 import hashlib
 import itertools
 import random
@@ -14,16 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, Protocol
 
-from mmtrain.errors import ConfigError
-
-POLICIES = ("none", "entrain", "disttrain", "balanced")
-"""`none`: the bins of first-fit as they are. `entrain`, `disttrain`: those systems' rules. `balanced`: longest first by
-the total seconds of a sample, then refined by simulated makespans."""
-DEFERRING = ("entrain",)
-"""Policies that may defer language work."""
-
-LEVELS = 4096
-"""Default number of steps into which the language work of a microbatch is divided when subsets of it are summed."""
+from mmtrain.config.assignment import LEVELS, Policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,15 +60,6 @@ class Assignment:
     evaluations: int = 0
     """Makespans that the refinement asked for."""
 
-    def language_samples(self, replica: int) -> tuple[tuple[int, ...], ...]:
-        """[microbatch] -> the samples whose language work it does: those deferred to it, then its own."""
-        arriving: tuple[int, ...] = ()
-        microbatches = []
-        for own in self.replicas[replica]:
-            microbatches.append((*arriving, *(i for i in own.samples if i not in own.deferred)))
-            arriving = own.deferred
-        return tuple(microbatches)
-
     @cached_property
     def digest(self) -> str:
         """A hash of the microbatches, by which processes compare their assignments."""
@@ -86,20 +67,22 @@ class Assignment:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def language_samples(microbatches: Sequence[AssignedMicrobatch]) -> tuple[tuple[int, ...], ...]:
+    """[microbatch] of a replica -> the samples whose language work it does: those deferred to it, then its own."""
+    arriving: tuple[int, ...] = ()
+    found = []
+    for own in microbatches:
+        found.append((*arriving, *(i for i in own.samples if i not in own.deferred)))
+        arriving = own.deferred
+    return tuple(found)
+
+
 Judge = Callable[[Sequence[AssignedMicrobatch]], float]
 """The makespan of one replica's microbatches, in any unit."""
 
 
-def check_policy(name: str, where: str = "assignment.policy") -> None:
-    """Checks that a policy exists. Args: where: the key, for the message. Raises: ConfigError: it does not."""
-    if name not in POLICIES:
-        near = difflib.get_close_matches(name, POLICIES, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(POLICIES)}"
-        raise ConfigError(f"{where} = {name!r} does not exist; {hint}")
-
-
 def assign(
-    policy: str,
+    policy: Policy,
     samples: Sequence[SampleCost],
     bins: Sequence[Sequence[int]],
     *,
@@ -119,22 +102,20 @@ def assign(
     are, with a status that says so.
 
     Args:
-        policy: one of `POLICIES`.
+        policy: see [assignment]; `none`: the bins as they are.
         samples: the step's samples.
         bins: indices of `samples` in each bin of first-fit, each in one; replica r of R has the bins r, r + R, ...
         num_replicas: data-parallel replicas; they divide the number of bins.
         capacity: most of a microbatch under each limit. It holds for the samples of a microbatch, and for those whose
             language work it does.
-        defer: microbatches may leave language work to the next one (`DEFERRING` alone).
+        defer: microbatches may leave language work to the next one, with `entrain`.
         fewer_microbatches: `entrain` may use fewer microbatches than there are bins (the thesis's K_eff).
-        levels: see `LEVELS`; more are more exact.
+        levels: steps into which the language work of a microbatch is divided when subsets of it are summed.
         num_ranks: pipeline ranks, for `disttrain`.
         judge: for `balanced`, gives the makespan of one replica; the slowest one counts. None: no refinement.
         evaluations: calls of `judge`, at most.
         seed: of the refinement.
-    Raises: ConfigError: the policy does not exist.
     """
-    check_policy(policy)
     assert len(bins) % num_replicas == 0 and sorted(i for own in bins for i in own) == list(range(len(samples)))
     assert all(len(sample.size) == len(capacity) for sample in samples if capacity)
     step = _Step(samples, bins, num_replicas, capacity)

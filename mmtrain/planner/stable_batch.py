@@ -21,6 +21,8 @@ Counts = NDArray[np.int64]
 
 LARGEST = 1 << 16
 """Samples of the largest batch that is tried by default."""
+LEAST_PROBABILITY = 1e-4
+"""Of alpha and p_error; the number of batches that are drawn grows as its inverse."""
 _AT_ONCE = 16
 """Batches that are drawn together, before a size is given up; a change would change the draws."""
 
@@ -52,14 +54,18 @@ class StableBatch:
     """What this says, in one sentence."""
 
 
-def num_trials(alpha: float, p_error: float) -> int:
-    """k: so many batches that agree show, with confidence 1 - alpha, that at most p_error of all batches do not.
+def check_probabilities(alpha: float, p_error: float) -> None:
+    """Checks the arguments of `stable_batch`.
 
-    Raises: ConfigError: alpha or p_error is not between 0 and 1.
+    Raises: ConfigError: alpha or p_error is below `LEAST_PROBABILITY`, or not below 1.
     """
     for name, value in (("alpha", alpha), ("p_error", p_error)):
-        if not 0 < value < 1:
-            raise ConfigError(f"allocate: {name} = {value}; it is a probability between 0 and 1, both excluded")
+        if not LEAST_PROBABILITY <= value < 1:
+            raise ConfigError(f"allocate: {name} = {value}; it must be from {LEAST_PROBABILITY} to below 1")
+
+
+def num_trials(alpha: float, p_error: float) -> int:
+    """k: so many batches that agree show, with confidence 1 - alpha, that at most p_error of all batches do not."""
     return math.ceil(math.log(alpha) / math.log1p(-p_error))
 
 
@@ -109,10 +115,9 @@ def stable_batch(
         seed: of the draws.
         largest: samples of the largest batch.
         is_whole: the samples are all of their source.
-    Raises: ConfigError: alpha or p_error is not between 0 and 1, or there are more ranks than layers, or fewer than
-        modules.
+    Raises: ConfigError: alpha or p_error is out of range, or there are more ranks than layers, or fewer than modules.
     """
-    num_trials(alpha, p_error)
+    check_probabilities(alpha, p_error)
     if not len(most) <= num_ranks <= sum(most):
         raise ConfigError(
             f"allocate: {num_ranks} pipeline ranks for {len(most)} modules of {', '.join(map(str, most))} layers; each "

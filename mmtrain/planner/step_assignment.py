@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from mmtrain.config.assignment import AssignmentConfig
 from mmtrain.config.config import Config
 from mmtrain.modality.metadata import DocumentMeta, IterationMeta, MicrobatchMeta
-from mmtrain.planner.assign import AssignedMicrobatch, Assignment, assign
+from mmtrain.planner.assign import AssignedMicrobatch, Assignment, assign, language_samples
 from mmtrain.planner.costs.job_costs import cost_model
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.sample_costs import SamplePricer
@@ -34,7 +34,7 @@ class StepAssigner:
     @classmethod
     def of(cls, config: Config, planner: IterationPlanner) -> "StepAssigner | None":
         """That of a job; None: the first microbatch with room has each sample."""
-        if config.assignment == AssignmentConfig():
+        if not config.assignment.assigns:
             return None
         costs = cost_model(config, planner.spec)  # of its own, as they cache results and planning has another thread
         section = replace(config.planner, memory_limit="", activation_memory_gib=0.0)
@@ -95,20 +95,19 @@ def language_microbatches(
     """What the language model processes of a replica's microbatches. Args: documents: of all samples of the step."""
     return tuple(
         MicrobatchMeta(documents=tuple(replace(documents[i], deferred=early) for i, early in members))
-        for members in language_samples(microbatches, documents)
+        for members in language_members(microbatches, documents)
     )
 
 
-def language_samples(
+def language_members(
     microbatches: Sequence[AssignedMicrobatch], documents: Sequence[DocumentMeta]
 ) -> list[list[tuple[int, bool]]]:
-    """[microbatch] -> (sample, whether its images are encoded with the microbatch before), in their order.
+    """[microbatch] -> (sample, whether its images are encoded with the microbatch before), these first.
 
     A sample without images that the microbatch before deferred has nothing to encode early.
     """
-    arriving: list[tuple[int, bool]] = []
-    found = []
-    for own in microbatches:
-        found.append([*arriving, *((i, False) for i in own.samples if i not in own.deferred)])
-        arriving = sorted(((i, bool(documents[i].images)) for i in own.deferred), key=lambda item: not item[1])
-    return found
+    early = {i for own in microbatches for i in own.deferred if documents[i].images}
+    return [
+        sorted(((i, i in early) for i in members), key=lambda member: not member[1])
+        for members in language_samples(microbatches)
+    ]

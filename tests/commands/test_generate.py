@@ -165,6 +165,7 @@ def test_what_the_model_does_not_read_is_one_line(tmp_path, run, capsys):
     assert main([*words, "--prompt", "what?", "--max-new-tokens", "2"]) == 0, "text alone"
     for extra, message in (
         (["--prompt", "?", "--audio", str(run.parent / "a.wav")], "1 sounds, but the model has no encoder of sound"),
+        (["--questions", "q.jsonl", "--blank-images"], "--blank-images has no effect: the model reads no image or"),
         (["--questions", "q.jsonl", "--blank-audio"], "--blank-audio has no effect: the model reads no audio"),
         (["--questions", "q.jsonl", "--audio", "a.wav"], "--audio goes with --prompt or --interactive"),
         (["--prompt", "?", "--blank-audio"], "--blank-audio goes with --questions"),

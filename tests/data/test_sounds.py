@@ -130,6 +130,16 @@ def test_a_part_of_a_sample_at_the_end_is_left_out() -> None:
     assert opened(riff(form(channels=2), chunk(b"data", bytes(4 * 5 + 3)))).num_samples == 5
 
 
+def test_a_small_file_of_many_samples_is_not_decoded() -> None:
+    file = io.BytesIO()
+    soundfile.write(file, np.zeros(100_000), 16_000, format="FLAC")
+    data = file.getvalue()
+    assert len(data) < 10_000
+    assert open_sound(sound_of(data), 400_000).num_samples == 100_000
+    with pytest.raises(DataError, match=r"^its samples need 400000 bytes of memory, more than data\.max_media_bytes"):
+        open_sound(sound_of(data), 399_999)
+
+
 BAD = {
     "empty": (b"", "it is empty; leave it out"),
     "no sample": (riff(form(), chunk(b"data", b"")), "it has no sample; leave it out"),

@@ -190,6 +190,13 @@ def test_specs_that_do_not_fit_together_are_one_line(tmp_path, language, specs, 
     assert not (tmp_path / "modules").exists()
 
 
+@pytest.mark.parametrize("how", ["parallel", "colocated"])
+def test_one_module_has_no_placement(tmp_path, how):
+    alone = MultimodalModule(encoders={}, language_model=module().language_model)
+    with pytest.raises(ConfigError, match=rf'^planner\.placement = "{how}", but the model has one module; set'):
+        alone.job(tmp_path / "modules", modality_parallelism=how, **SECTIONS)
+
+
 def test_the_example_of_the_guide_makes_a_job(tmp_path, monkeypatch):
     for name, source in zip(("siglip", "whisper", "llama"), parts(), strict=True):
         source.save_pretrained(tmp_path / name)

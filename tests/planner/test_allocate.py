@@ -81,6 +81,26 @@ def test_gpus_that_no_degrees_use_are_refused():
         allocate(video, drawn_costs(video, 8), 97)
 
 
+def test_a_model_of_one_module_has_no_ranks_of_its_own_but_as_many_finalists():
+    text = config.load("debug_text.toml", ON_A40)
+    costs = drawn_costs(text, 16)
+    assert [len(allocate(text, costs, 2, finalists=n).ranked) for n in (1, 2)] == [1, 2]
+
+
+def test_ranks_and_samples_of_the_job_as_it_is_exclude_no_degrees(job, costs):
+    """Equation 4.2 prices a microbatch on each GPU and all modules on all ranks, which these keys would refuse."""
+    placed = ["planner.placement=parallel", "parallelism.pipeline_parallel_degree=4", "model.encoder.ranks=1"]
+    few = ["assignment.policy=balanced", "assignment.samples_per_step=8"]
+    other = config.load("debug_vlm.toml", [*ON_A40, *placed, *few])
+    found, plain = (allocate(of, costs, 16, finalists=1) for of in (other, job))
+    assert found.num_candidates == plain.num_candidates
+    assert found.best.job(other).parallelism == plain.best.job(job).parallelism
+
+
+def test_that_none_runs_says_what_to_change(capsys):
+    assert "whose memory is not known here; name the device" in refused(capsys, '--planner.memory_limit="90%"')
+
+
 def refused(capsys, *words):
     assert main(["allocate", "--config", "debug_vlm.toml", "--gpus", "2", *words]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
@@ -113,8 +133,10 @@ def test_the_command_prints_trials_a_ranking_and_toml(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--alpha", "1"], "allocate: alpha = 1.0; it is a probability between 0 and 1"),
-        (["--p-error", "0"], "allocate: p_error = 0.0; it is a probability between 0 and 1"),
+        (["--alpha", "1"], "allocate: alpha = 1.0; it must be from 0.0001 to below 1"),
+        (["--p-error", "0"], "allocate: p_error = 0.0; it must be from 0.0001 to below 1"),
+        (["--p-error", "1e-12"], "allocate: p_error = 1e-12; it must be from 0.0001 to below 1"),
+        (["--gpus", "1000000007"], "allocate: --gpus 1000000007; it is at most 1048576"),
         (["--finalists", "0"], "allocate: --finalists 0; it is at least 1"),
         (["--workload", "mixx"], "workload 'mixx' does not exist; did you mean 'mix'?"),
         (["--samples", "nowhere.json"], "nowhere.json: there is no such file"),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mmtrain.errors import ConfigError
-from mmtrain.planner.stable_batch import num_trials, proportional, stable_batch
+from mmtrain.planner.stable_batch import check_probabilities, num_trials, proportional, stable_batch
 
 
 def population(seed, count=300, ratio=1.3, sigma=1.0):
@@ -20,10 +20,10 @@ def test_the_number_of_trials(alpha, p_error, k):
     assert (1 - p_error) ** k <= alpha < (1 - p_error) ** (k - 1)
 
 
-@pytest.mark.parametrize(("alpha", "p_error"), [(0.0, 0.05), (1.0, 0.05), (0.05, -0.1), (0.05, 1.5)])
+@pytest.mark.parametrize(("alpha", "p_error"), [(0.0, 0.05), (1.0, 0.05), (0.05, -0.1), (0.05, 1.5), (1e-12, 0.05)])
 def test_probabilities_out_of_range_are_refused(alpha, p_error):
-    with pytest.raises(ConfigError, match=r"^allocate: (alpha|p_error) = \S+; it is a probability between 0 and 1"):
-        num_trials(alpha, p_error)
+    with pytest.raises(ConfigError, match=r"^allocate: (alpha|p_error) = \S+; it must be from 0.0001 to below 1"):
+        check_probabilities(alpha, p_error)
 
 
 @pytest.mark.parametrize(
