@@ -125,7 +125,7 @@ def two_grids(model: ModelConfig) -> tuple[tuple[int, int, int], tuple[int, int,
     shape = vision_shape(model)
     if shape.any_size:
         return (1, 4, 4), (1, 4, 6)
-    return shape.full_grid, ((1, 1, 6) if shape.packed else shape.full_grid)
+    return shape.full_grid, ((1, 1, 8) if shape.packed else shape.full_grid)
 
 
 NOISE = ClipNoise(DiffusionConfig(caption_dropout=0.3), 7, 1, null_token=0)

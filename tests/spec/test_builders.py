@@ -48,7 +48,7 @@ def inputs(model, spec, module, layer, dtype):
         shape = (2, 3, 32, 32)
         grids = ((1, 4, 4),) * 2
         if model.encoder.config["model_type"] == "qwen2_audio_encoder":
-            shape, grids = (18, 50), ((1, 1, 12), (1, 1, 6))
+            shape, grids = (20, 50), ((1, 1, 12), (1, 1, 8))
         elif model.encoder.config["model_type"].startswith("qwen"):
             grids = ((1, 4, 4), (1, 4, 6))
             shape = (sum(t * h * w for t, h, w in grids), 96)
