@@ -169,8 +169,7 @@ def samples(setup: Setup, workload: str, iteration: int) -> Iterator[DocumentMet
         for microbatch in draw(workload, bins, seed=iteration, iteration=part).microbatches:
             for document in microbatch.documents:
                 i = next(number)
-                images = tuple(replace(image, sample=i) for image in document.images)
-                yield replace(document, sample=i, images=images)
+                yield document.numbered(i)
 
 
 @dataclass(frozen=True, kw_only=True)
