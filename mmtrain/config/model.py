@@ -248,8 +248,8 @@ class ModelConfig:
         tokens: dict[str, str] = {}
         for name, section in self.modules.items():
             where = section_of(name)
-            taken = name in MODULES or name in ("projector", "modules", "adapter", "other")
-            if taken or name.endswith(("_projector", "_adapter")) or not _NAME.fullmatch(name):
+            reserved = name in MODULES or name in ("projector", "modules", "adapter", "other")
+            if reserved or name.endswith(("_projector", "_adapter")) or not _NAME.fullmatch(name):
                 raise ConfigError(
                     f"[{where}]: an encoder is called by lower-case letters, digits and _, not as the module of "
                     f"another kind ({', '.join(MODULES)}) and without _projector or _adapter at its end; call it by "

@@ -29,7 +29,7 @@ from mmtrain.planner.stable_batch import LARGEST, Floats, StableBatch, proportio
 from mmtrain.spec.spec import ZERO_WORK, WorkSize
 
 FINALISTS = 6
-"""Candidates that are simulated by default, half of them with modules on ranks of their own where so many run."""
+"""Candidates that are simulated by default, half of them with modules on ranks of their own if enough of those run."""
 ITERATIONS = 1
 """Simulated iterations of each, by default."""
 REPLICAS = 2

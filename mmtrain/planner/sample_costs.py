@@ -148,7 +148,7 @@ def cost_of(spec: ModelSpec, passes: Mapping[str, PassesNs], size: tuple[int, ..
 
 
 def times(size: WorkSize, factor: float) -> WorkSize:
-    """The size of so many equal works together, rounded."""
+    """The size of several equal works together, rounded. Args: factor: their number."""
     return WorkSize(**{f.name: round(factor * getattr(size, f.name)) for f in fields(WorkSize)})
 
 
