@@ -23,6 +23,7 @@ _WITHOUT_MERGE = ("llava", "linear")
 class ProjectorConfig:
     """[model.projector]: from encoder features to the language model's width."""
 
+    SECTION: ClassVar[str] = "model.projector"
     kind: Literal["mlp", "native", "llava", "linear"] = "mlp"
     """mlp: norm, merge of spatial_merge x spatial_merge neighbours, two linear layers. native: the encoder's own
     merger. llava: LLaVA's two linear layers, without norm or merge. linear: Qwen2-Audio's one linear layer."""
