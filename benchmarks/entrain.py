@@ -33,7 +33,7 @@ import numpy as np
 
 from mmtrain.config import config
 from mmtrain.config.config import Config
-from mmtrain.modality.metadata import DocumentMeta, IterationMeta, MicrobatchMeta
+from mmtrain.modality.metadata import DocumentMeta, IterationMeta
 from mmtrain.modality.split import split_evenly
 from mmtrain.modality.typical import Bins
 from mmtrain.planner.assign import AssignedMicrobatch, Assignment, Judge, SampleCost, assign, language_samples
@@ -44,6 +44,7 @@ from mmtrain.planner.plan_choice import search_seed, searched_plan
 from mmtrain.planner.sample_costs import PassesNs, SamplePricer, cost_of, times
 from mmtrain.planner.search.search import warm
 from mmtrain.planner.stable_batch import proportional
+from mmtrain.planner.step_assignment import language_microbatches
 from mmtrain.spec.spec import ZERO_WORK, WorkSize
 
 REPLICAS, MICROBATCHES, SAMPLES, RANKS = 4, 32, 512, 8
@@ -169,8 +170,7 @@ def samples(setup: Setup, workload: str, iteration: int) -> Iterator[DocumentMet
         for microbatch in draw(workload, bins, seed=iteration, iteration=part).microbatches:
             for document in microbatch.documents:
                 i = next(number)
-                images = tuple(replace(image, sample=i) for image in document.images)
-                yield replace(document, sample=i, images=images)
+                yield document.numbered(i)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,33 +186,34 @@ class Step:
     @classmethod
     def drawn(cls, setup: Setup, workload: str, iteration: int) -> "Step":
         """512 samples of a workload, in microbatches of four samples each, as drawn."""
-        found = list(itertools.islice(samples(setup, workload, iteration), SAMPLES))
+        documents = list(itertools.islice(samples(setup, workload, iteration), SAMPLES))
         size = SAMPLES // (REPLICAS * MICROBATCHES)
         bins = tuple(tuple(range(b * size, (b + 1) * size)) for b in range(REPLICAS * MICROBATCHES))
-        return cls.of(setup, found, bins)
+        return cls.of(setup, documents, bins)
 
     @classmethod
     def packed(cls, setup: Setup, workload: str, iteration: int) -> "Step":
         """Samples of a workload in 8 microbatches a replica, each in the first with room, until one finds none."""
         bins: list[list[int]] = [[] for _ in range(REPLICAS * PACKED)]
-        room, found = [CAPACITY] * len(bins), list[DocumentMeta]()
+        room, documents = [CAPACITY] * len(bins), list[DocumentMeta]()
         for document in samples(setup, workload, iteration):
             index = next((b for b, free in enumerate(room) if free >= document.num_tokens), None)
             if index is None:
-                return cls.of(setup, found, tuple(map(tuple, bins)))
-            bins[index].append(len(found))
+                return cls.of(setup, documents, tuple(map(tuple, bins)))
+            bins[index].append(len(documents))
             room[index] -= document.num_tokens
-            found.append(document)
+            documents.append(document)
         raise AssertionError
 
     @classmethod
-    def of(cls, setup: Setup, found: Sequence[DocumentMeta], bins: tuple[tuple[int, ...], ...]) -> "Step":
+    def of(cls, setup: Setup, documents: Sequence[DocumentMeta], bins: tuple[tuple[int, ...], ...]) -> "Step":
         """The step with the costs of its samples."""
-        passes = tuple(setup.pricer.ns(document) for document in found)
+        passes = tuple(setup.pricer.ns(document) for document in documents)
         costs = tuple(
-            cost_of(setup.pricer.spec, of, (document.num_tokens,)) for of, document in zip(passes, found, strict=True)
+            cost_of(setup.pricer.spec, of, (document.num_tokens,))
+            for of, document in zip(passes, documents, strict=True)
         )
-        return cls(documents=tuple(found), passes=passes, costs=costs, bins=bins)
+        return cls(documents=tuple(documents), passes=passes, costs=costs, bins=bins)
 
     def assigned(self, policy: str, **options: object) -> Assignment:
         """The samples under a policy."""
@@ -224,15 +225,7 @@ class Step:
 
     def meta(self, microbatches: Sequence[AssignedMicrobatch]) -> IterationMeta:
         """The microbatches of one replica."""
-        metas, arriving = [], tuple[int, ...]()
-        for own in microbatches:
-            early = [i for i in arriving if self.documents[i].images]
-            late = [i for i in arriving if i not in early]
-            documents = [replace(self.documents[i], deferred=True) for i in early]
-            documents += [self.documents[i] for i in (*late, *(i for i in own.samples if i not in own.deferred))]
-            metas.append(MicrobatchMeta(documents=tuple(documents)))
-            arriving = own.deferred
-        return IterationMeta(microbatches=tuple(metas))
+        return IterationMeta(microbatches=language_microbatches(microbatches, self.documents))
 
 
 def seconds(planner: IterationPlanner, metas: Sequence[IterationMeta], iteration: int) -> float:

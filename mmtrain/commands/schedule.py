@@ -441,9 +441,12 @@ def _of_config(args: argparse.Namespace) -> _Planner:
     from mmtrain.config import config
     from mmtrain.data.loader import Loader
     from mmtrain.planner.iteration import IterationPlanner
+    from mmtrain.planner.step_assignment import StepAssigner
 
     job, number = config.load(args.config, args.overrides), args.batch or 0
-    with Loader(job, dp_degree=job.parallelism.mesh_shape.dp, num_workers=0, num_steps=number + 1) as loader:
+    assigner = StepAssigner.of(job, IterationPlanner.of(job)) if job.assignment.assigns else None
+    degree = job.parallelism.mesh_shape.dp
+    with Loader(job, dp_degree=degree, num_workers=0, num_steps=number + 1, assigner=assigner) as loader:
         *_, (_, meta, _) = loader
 
     def plan(name: str | None, search: _Search | None = None) -> _Planned:

@@ -23,6 +23,7 @@ _WITHOUT_MERGE = ("llava", "linear")
 class ProjectorConfig:
     """[model.projector]: from encoder features to the language model's width."""
 
+    SECTION: ClassVar[str] = "model.projector"
     kind: Literal["mlp", "native", "llava", "linear"] = "mlp"
     """mlp: norm, merge of spatial_merge x spatial_merge neighbours, two linear layers. native: the encoder's own
     merger. llava: LLaVA's two linear layers, without norm or merge. linear: Qwen2-Audio's one linear layer."""
@@ -248,8 +249,8 @@ class ModelConfig:
         tokens: dict[str, str] = {}
         for name, section in self.modules.items():
             where = section_of(name)
-            taken = name in MODULES or name in ("projector", "modules", "adapter", "other")
-            if taken or name.endswith(("_projector", "_adapter")) or not _NAME.fullmatch(name):
+            reserved = name in MODULES or name in ("projector", "modules", "adapter", "other")
+            if reserved or name.endswith(("_projector", "_adapter")) or not _NAME.fullmatch(name):
                 raise ConfigError(
                     f"[{where}]: an encoder is called by lower-case letters, digits and _, not as the module of "
                     f"another kind ({', '.join(MODULES)}) and without _projector or _adapter at its end; call it by "

@@ -153,16 +153,8 @@ def build(cls: type, table: Any, path: str, where: str) -> Any:
             raise ConfigError(f"{where}: the {kind} {prefix}{name} is missing")
     try:
         return cls(**values)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
-
-
-def _build_named(cls: type, table: Any, path: str, where: str) -> Any:
-    """A section of a class whose errors speak of the section that it usually is, `SECTION`."""
-    try:
-        return build(cls, table, path, where)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace(cls.SECTION, path)) from None  # type: ignore[attr-defined]
+    except ConfigError as error:  # of a class of several sections it speaks of the usual one
+        raise ConfigError(f"{where}: {str(error).replace(getattr(cls, 'SECTION', path), path)}") from None
 
 
 def _convert(hint: Any, value: Any, path: str, where: str) -> Any:
@@ -174,9 +166,7 @@ def _convert(hint: Any, value: Any, path: str, where: str) -> Any:
             raise ConfigError(f"{where}: {path} = {shown(value)}; it is a list of sections, each written [[{path}]]")
         return [build(typing.cast(type, section), item, f"{path}[{i}]", where) for i, item in enumerate(value)]
     if origin is dict and dataclasses.is_dataclass(section := typing.get_args(hint)[1]) and isinstance(value, dict):
-        return {
-            key: _build_named(typing.cast(type, section), item, f"{path}.{key}", where) for key, item in value.items()
-        }
+        return {key: build(typing.cast(type, section), item, f"{path}.{key}", where) for key, item in value.items()}
     if origin in (typing.Union, types.UnionType) and any(map(dataclasses.is_dataclass, typing.get_args(hint))):
         (section,) = [arg for arg in typing.get_args(hint) if arg is not type(None)]
         return build(typing.cast(type, section), value, path, where)

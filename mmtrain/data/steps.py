@@ -172,9 +172,9 @@ class StepMaker:
         ends = list(accumulate(map(len, bins), initial=0))
         documents = [self._measured[sample].meta for sample, _ in items]
         assignment = self._assigner(documents, [range(*ends[b : b + 2]) for b in range(len(bins))])
-        found = language_members(assignment.replicas[self._dp_rank], documents)
+        microbatches = language_members(assignment.replicas[self._dp_rank], documents)
         meta = AssignmentMeta(digest=assignment.digest, reason=assignment.message, seconds=time.perf_counter() - start)
-        return [[(*items[index], early) for index, early in members] for members in found], meta
+        return [[(*items[index], early) for index, early in members] for members in microbatches], meta
 
     @property
     def limits(self) -> tuple[Limit, ...]:
@@ -188,18 +188,18 @@ class StepMaker:
         Args: most: samples, at most.
         Raises: DataError: a sample refused by the policies.
         """
-        found: list[tuple[Any, Size]] = []
+        samples: list[tuple[Any, Size]] = []
         seen: set[int] = set()
-        while len(found) < most and not self._order.ends(state):
+        while len(samples) < most and not self._order.ends(state):
             number = self._order.sample(state)
             size = self._size(number)
             if size is None:
-                return found, True
+                return samples, True
             seen.add(number)
             if not isinstance(size, Dropped):
-                found.append((self._measured.pop(number).meta, size))
+                samples.append((self._measured.pop(number).meta, size))
             state = self._order.after(state)
-        return found, len(seen) == self._order.num_samples
+        return samples, len(seen) == self._order.num_samples
 
     def _size(self, sample: int) -> Size | Dropped | None:
         """Size of a sample, why it is left out, or None behind the end of a stream; keeps the measured sample."""

@@ -4,7 +4,7 @@ Every pp_rank of a model replica holds an equal value, so each builds the same w
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby, pairwise
@@ -107,6 +107,10 @@ class DocumentMeta:
     deferred: bool = False
     """Whether encoders read its images with the microbatch before its own, see `check_deferral`."""
 
+    def numbered(self, sample: int) -> "DocumentMeta":
+        """The document, with its images, as of another sample."""
+        return replace(self, sample=sample, images=tuple(replace(image, sample=sample) for image in self.images))
+
     @property
     def of_placeholders(self) -> tuple[tuple[ImageMeta, ...], ...]:
         """The images of each placeholder: an image, a video, all patches in time of a video or windows of a sound."""
@@ -147,6 +151,10 @@ class ClipMeta:
         """(frames, height, width) of the latents; clips of one bucket can be stacked to a batch [N, C, F, H, W]."""
         return self.frames, self.height, self.width
 
+    def numbered(self, sample: int) -> "ClipMeta":
+        """The clip as of another sample."""
+        return replace(self, sample=sample)
+
     def grid(self, patch: tuple[int, int, int]) -> tuple[int, int, int]:
         """Number of patches (frames, height, width). Args: patch: frames, rows and columns of one patch."""
         return self.frames // patch[0], self.height // patch[1], self.width // patch[2]
@@ -170,6 +178,15 @@ class MicrobatchMeta:
 
     documents: tuple[DocumentMeta, ...] = ()
     clips: tuple[ClipMeta, ...] = ()
+
+    @classmethod
+    def of(cls, samples: Iterable[DocumentMeta | ClipMeta]) -> "MicrobatchMeta":
+        """The microbatch of some samples, in their order."""
+        own = tuple(samples)
+        return cls(
+            documents=tuple(one for one in own if isinstance(one, DocumentMeta)),
+            clips=tuple(one for one in own if isinstance(one, ClipMeta)),
+        )
 
     @cached_property
     def images(self) -> tuple[ImageMeta, ...]:

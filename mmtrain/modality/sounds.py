@@ -63,7 +63,7 @@ class SoundRules:
         return self.num_frames(num_samples) // self.frames_per_row
 
     def num_tokens(self, num_rows: int) -> int:
-        """Tokens of a window of so many rows."""
+        """Tokens of a window of some rows."""
         return num_rows // self.merge
 
     def seconds(self, num_samples: int) -> float:

@@ -127,7 +127,7 @@ def _section(name: str) -> str:
     module = name.partition(".")[0]
     if module == "language":
         return "model.language"
-    return "model.projector" if module.endswith("projector") else "model.encoder"
+    return "model.projector" if module == "projector" or module.endswith("_projector") else "model.encoder"
 
 
 def _spelled(name: str, spelling: Spelling) -> str:

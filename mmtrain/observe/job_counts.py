@@ -5,7 +5,7 @@ from dataclasses import astuple, dataclass, fields
 import torch
 import torch.distributed as dist
 
-from mmtrain.modality.metadata import IterationMeta
+from mmtrain.modality.metadata import IterationMeta, without_deferral
 from mmtrain.observe.step_metrics import PlannerMetrics
 from mmtrain.parallel.mesh import Mesh
 from mmtrain.parallel.planning import Planned, PlanStatus
@@ -85,7 +85,7 @@ class StepCounts:
             late=int(status is PlanStatus.TIMED_OUT),
             failed=int(status in (PlanStatus.FAILED, PlanStatus.BROKEN)),
             invalid=int(status is PlanStatus.INVALID),
-            deferred=meta.num_deferred,
+            deferred=without_deferral(meta, plan.batching.not_deferred).num_deferred,
             unassigned=int(meta.assignment is not None and bool(meta.assignment.reason)),
         )
 

@@ -29,7 +29,7 @@ from mmtrain.planner.stable_batch import LARGEST, Floats, StableBatch, proportio
 from mmtrain.spec.spec import ZERO_WORK, WorkSize
 
 FINALISTS = 6
-"""Candidates that are simulated by default, half of them with modules on ranks of their own where so many run."""
+"""Candidates that are simulated by default, half of them with modules on ranks of their own if enough of those run."""
 ITERATIONS = 1
 """Simulated iterations of each, by default."""
 REPLICAS = 2
@@ -365,26 +365,12 @@ def _packed(config: Config, costs: SampleCosts, seed: tuple[int, ...]) -> list[M
     while len(microbatches) < min(MOST_MICROBATCHES, config.training.global_batch_size):
         sample = costs.samples[int(rng.integers(len(costs.samples)))]
         if own and any(size > free for size, free in zip(sample.size, room, strict=True)):
-            microbatches.append(_microbatch(own))
+            microbatches.append(MicrobatchMeta.of(own))
             own, room = [], list(costs.limits)
-        own.append(_numbered(sample.meta, drawn))
+        own.append(sample.meta.numbered(drawn))  # it may be drawn twice
         room = [free - size for size, free in zip(sample.size, room, strict=True)]
         drawn += 1
     return microbatches
-
-
-def _numbered(meta: DocumentMeta | ClipMeta, number: int) -> DocumentMeta | ClipMeta:
-    """The sample under a number of its own, as it may be drawn twice."""
-    if isinstance(meta, ClipMeta):
-        return replace(meta, sample=number)
-    return replace(meta, sample=number, images=tuple(replace(image, sample=number) for image in meta.images))
-
-
-def _microbatch(samples: Sequence[DocumentMeta | ClipMeta]) -> MicrobatchMeta:
-    return MicrobatchMeta(
-        documents=tuple(one for one in samples if isinstance(one, DocumentMeta)),
-        clips=tuple(one for one in samples if isinstance(one, ClipMeta)),
-    )
 
 
 def _simulated(

@@ -70,11 +70,11 @@ class Assignment:
 def language_samples(microbatches: Sequence[AssignedMicrobatch]) -> tuple[tuple[int, ...], ...]:
     """[microbatch] of a replica -> the samples whose language work it does: those deferred to it, then its own."""
     arriving: tuple[int, ...] = ()
-    found = []
+    of_language: list[tuple[int, ...]] = []
     for own in microbatches:
-        found.append((*arriving, *(i for i in own.samples if i not in own.deferred)))
+        of_language.append((*arriving, *(i for i in own.samples if i not in own.deferred)))
         arriving = own.deferred
-    return tuple(found)
+    return tuple(of_language)
 
 
 Judge = Callable[[Sequence[AssignedMicrobatch]], float]

@@ -81,7 +81,7 @@ class SamplePricer:
 
         Raises: DataError: a module cannot process an image or clip.
         """
-        alone, sizes = _alone(sample), {}
+        alone, sizes = MicrobatchMeta.of([sample]), {}
         for name, kind in modalities(self.spec, self.submesh.attention_mask).items():
             if units := kind.units(alone):
                 sizes[name] = kind.size(self.spec.module(name), units)
@@ -148,12 +148,8 @@ def cost_of(spec: ModelSpec, passes: Mapping[str, PassesNs], size: tuple[int, ..
 
 
 def times(size: WorkSize, factor: float) -> WorkSize:
-    """The size of so many equal works together, rounded."""
+    """The size of several equal works together, rounded. Args: factor: their number."""
     return WorkSize(**{f.name: round(factor * getattr(size, f.name)) for f in fields(WorkSize)})
-
-
-def _alone(sample: DocumentMeta | ClipMeta) -> MicrobatchMeta:
-    return MicrobatchMeta(clips=(sample,)) if isinstance(sample, ClipMeta) else MicrobatchMeta(documents=(sample,))
 
 
 # ------------------------------------------------------------------------------------------------- files

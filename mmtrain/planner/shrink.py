@@ -67,6 +67,7 @@ def shrink(config: Config, *, seq_len: int = SEQ_LEN) -> Shrunk:
         training=training,
         parallelism=replace(parallelism, context_parallel_block_size=min(parallelism.context_parallel_block_size, 32)),
         planner=_planner(config.planner, planner.partition),
+        assignment=replace(config.assignment, samples_per_step=0),  # as many as fit into the small microbatches
         validation=ValidationConfig(),
         checkpoint=CheckpointConfig(),
         metrics=MetricsConfig(enable_tensorboard=False, progress_bar=False, peak_flops=1.0),

@@ -65,7 +65,7 @@ def check_probabilities(alpha: float, p_error: float) -> None:
 
 
 def num_trials(alpha: float, p_error: float) -> int:
-    """k: so many batches that agree show, with confidence 1 - alpha, that at most p_error of all batches do not."""
+    """k: as many agreeing batches show, with confidence 1 - alpha, that at most p_error of all batches disagree."""
     return math.ceil(math.log(alpha) / math.log1p(-p_error))
 
 

@@ -78,15 +78,11 @@ class StepAssigner:
         for microbatches in zip(*(meta.microbatches for meta in metas), strict=True):  # bin g is one of replica g % R
             for microbatch in microbatches:
                 first = len(documents)
-                documents += [_numbered(document, first + i) for i, document in enumerate(microbatch.documents)]
+                # Drawn documents of several replicas have the same numbers.
+                documents += [document.numbered(first + i) for i, document in enumerate(microbatch.documents)]
                 bins.append(range(first, len(documents)))
         assignment = replace(self, num_replicas=len(metas))(documents, bins)
         return [IterationMeta(microbatches=language_microbatches(own, documents)) for own in assignment.replicas]
-
-
-def _numbered(document: DocumentMeta, sample: int) -> DocumentMeta:
-    """A drawn document under another number: those of several replicas have the same ones."""
-    return replace(document, sample=sample, images=tuple(replace(image, sample=sample) for image in document.images))
 
 
 def language_microbatches(

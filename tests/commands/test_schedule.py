@@ -87,6 +87,15 @@ def test_show_draws_a_batch(job, capsys, tmp_path) -> None:
     assert image.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_batch_is_shown_as_the_job_assigns_it(job, capsys, tmp_path) -> None:
+    out = tmp_path / "problem.json"
+    keys = ["policy=entrain", "samples_per_step=24", "defer=true"]
+    overrides = [*layout(pp=2), "training.global_batch_size=8", *(f"assignment.{key}" for key in keys)]
+    words = [f"--{override}" for override in overrides]
+    shown(capsys, "show", "--config", str(job), *words, "--format", "problem", "--out", str(out))
+    assert PlanningProblem.read(out).graph.deferred
+
+
 def test_compare_has_a_line_for_each_schedule(capsys) -> None:
     lines = shown(capsys, "compare").splitlines()
     assert [line.split()[0] for line in lines[1:-2]] == [*CATALOGUE, "planned"]

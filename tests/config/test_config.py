@@ -113,6 +113,22 @@ def test_bad_values_name_path_value_and_rule(load, override, message):
 
 
 @pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("audio.sub_microbatch_size=-1", r"audio\.sub_microbatch_size = -1; it must be at least 0"),
+        ("audio.projector.hidden_size=-1", r"audio\.projector\.hidden_size = -1; it must be at least 0"),
+        (
+            "audio.projector={kind='linear', spatial_merge=2}",
+            r"audio\.projector\.spatial_merge = 2, but kind = \"linear\"",
+        ),
+    ],
+)
+def test_errors_of_further_encoders_name_their_own_sections(key, message):
+    with pytest.raises(ConfigError, match=rf": model\.modules\.{message}"):
+        config.load("debug_sound.toml", [f"model.modules.{key}"])
+
+
+@pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["encoder_context_parallel=patches"], "there is no rank to share patches with"),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from mmtrain.config import config
+from mmtrain.config.assignment import AssignmentConfig
 from mmtrain.config.config import Config
 from mmtrain.config.data import DataConfig, DiffusionConfig
 from mmtrain.config.model import (
@@ -204,6 +205,14 @@ def test_microbatches_hold_two_images() -> None:
     assert packed.data.too_long == "skip"
     assert shrink(job(None)).config.data.too_long == "truncate"
     assert shrink(job(), seq_len=64).config.training.seq_len == 64
+
+
+def test_numbers_of_samples_that_small_steps_do_not_have_are_left_out() -> None:
+    large = job()
+    section = AssignmentConfig(policy="entrain", defer=True, samples_per_step=large.training.seq_len)
+    assert shrink(dataclasses.replace(large, assignment=section)).config.assignment == AssignmentConfig(
+        policy="entrain", defer=True
+    )
 
 
 def test_a_job_that_is_small_already_stays_as_it_is(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from statistics import fmean, pstdev
 
 from mmtrain.config.config import Config
 from mmtrain.errors import ConfigError, PlanError
-from mmtrain.modality.metadata import IterationMeta
+from mmtrain.modality.metadata import IterationMeta, without_deferral
 from mmtrain.planner.batching import Batching
 from mmtrain.planner.costs.cost_model import CostModel
 from mmtrain.planner.forecast.breakdown import Breakdown, Part, Parts, computing
@@ -125,6 +125,7 @@ class IterationSimulator:
         """
         timelines, flops, activations = [], [], [0.0] * len(self.states)
         parts: list[dict[Parts, float]] = []
+        num_deferred = 0
         for replica, meta in enumerate(metas):
             batching, problem = self._problem(self.planner, meta)
             if self.searches:
@@ -136,6 +137,7 @@ class IterationSimulator:
                 result = make_plan(problem, self.planner.schedule)
             if result.timeline is None or result.plan is None:
                 raise PlanError(self.planner.too_tight(problem) or result.message)
+            num_deferred += without_deferral(meta, batching.not_deferred).num_deferred
             timelines.append(result.timeline)
             flops.append(sum(module_flops.total for module_flops in self.planner.flops(batching).values()))
             activations = [max(of_rank) for of_rank in zip(activations, result.timeline.peak_bytes, strict=True)]
@@ -165,7 +167,7 @@ class IterationSimulator:
             num_microbatches=sum(len(meta.microbatches) for meta in metas),
             breakdown=Breakdown.of(ranks * iteration_s, seconds),
             spread_s={name: fmean(timeline.spread_s[name] for timeline in timelines) for name in timelines[0].spread_s},
-            num_deferred=sum(meta.num_deferred for meta in metas),
+            num_deferred=num_deferred,
         )
         return iteration, slowest
 
