@@ -115,8 +115,12 @@ def tensor_parallel_layers(rank, families, dtype):
             if index > 0:
                 x = x.detach()[: len(x) // mesh.size()].clone().requires_grad_()
             planned = layer.of_rank(Division(tp=mesh.size()))
-            # Not counted: whether a row's word is this rank's; of a label also its place, and a log-sum-exp.
-            small = {"embed": size.rows, "head": 13 * size.outputs}[layer.name] if module == "language" else 0
+            # Not counted: whether a row's word is this rank's; of a label also its place, and a log-sum-exp; whether a
+            # row begins a sound.
+            by_layer = {"embed": size.rows, "head": 13 * size.outputs} if module == "language" else {}
+            if module == "vision" and model.encoder.config["model_type"] == "qwen2_audio_encoder":
+                by_layer = {"embed": size.rows}
+            small = by_layer.get(layer.name, 0)
             held = whole.kept_bytes(chunk, x, kwargs)
             found[module, str(model), layer.name] = held - small, planned.activation_bytes(size)
             if index == len(layers) - 1:
