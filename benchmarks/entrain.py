@@ -36,7 +36,9 @@ from mmtrain.config.config import Config
 from mmtrain.modality.metadata import DocumentMeta, IterationMeta
 from mmtrain.modality.split import split_evenly
 from mmtrain.modality.typical import Bins
-from mmtrain.planner.assign import AssignedMicrobatch, Assignment, Judge, SampleCost, assign, language_samples
+from mmtrain.planner.assignment.assign import assign
+from mmtrain.planner.assignment.assignment import AssignedMicrobatch, Assignment, Judge, SampleCost, language_samples
+from mmtrain.planner.assignment.step_assigner import language_microbatches
 from mmtrain.planner.forecast.workloads import draw
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.plan import make_plan
@@ -44,7 +46,6 @@ from mmtrain.planner.plan_choice import search_seed, searched_plan
 from mmtrain.planner.sample_costs import PassesNs, SamplePricer, cost_of, times
 from mmtrain.planner.search.search import warm
 from mmtrain.planner.stable_batch import proportional
-from mmtrain.planner.step_assignment import language_microbatches
 from mmtrain.spec.spec import ZERO_WORK, WorkSize
 
 REPLICAS, MICROBATCHES, SAMPLES, RANKS = 4, 32, 512, 8

@@ -440,8 +440,8 @@ def _planner(args: argparse.Namespace) -> _Planner:
 def _of_config(args: argparse.Namespace) -> _Planner:
     from mmtrain.config import config
     from mmtrain.data.loader import Loader
+    from mmtrain.planner.assignment.step_assigner import StepAssigner
     from mmtrain.planner.iteration import IterationPlanner
-    from mmtrain.planner.step_assignment import StepAssigner
 
     job, number = config.load(args.config, args.overrides), args.batch or 0
     assigner = StepAssigner.of(job, IterationPlanner.of(job)) if job.assignment.assigns else None

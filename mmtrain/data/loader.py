@@ -25,7 +25,7 @@ from mmtrain.errors import ConfigError, DataError, MMTrainError
 from mmtrain.launch.processes import STOPS, stops_held
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.models.batch import Batch, ClipMicrobatch, Microbatch
-from mmtrain.planner.step_assignment import StepAssigner
+from mmtrain.planner.assignment.step_assigner import StepAssigner
 
 Step = tuple[Batch, IterationMeta, LoaderState]
 """A replica's tensors, their metadata, and the loader state after them."""

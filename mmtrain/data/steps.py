@@ -32,7 +32,7 @@ from mmtrain.data.sources import Sources
 from mmtrain.errors import ConfigError, DataError, one_line
 from mmtrain.modality.metadata import AssignmentMeta, IterationMeta, MicrobatchMeta, sample_name
 from mmtrain.models.batch import Batch, check_batch
-from mmtrain.planner.step_assignment import StepAssigner, language_members
+from mmtrain.planner.assignment.step_assigner import StepAssigner, language_members
 from mmtrain.spec.vae_shapes import latent_scale
 
 M = TypeVar("M")

@@ -20,10 +20,10 @@ from mmtrain.parallel.position_losses import PositionLosses
 from mmtrain.parallel.replica_data import ReplicaData
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.parallel.torch_private import end_groups, process_groups
+from mmtrain.planner.assignment.step_assigner import StepAssigner
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.plan_choice import Search
 from mmtrain.planner.search import search as searching
-from mmtrain.planner.step_assignment import StepAssigner
 
 
 @dataclass(frozen=True, kw_only=True)

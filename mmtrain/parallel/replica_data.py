@@ -21,8 +21,8 @@ from mmtrain.modality.metadata import IterationMeta
 from mmtrain.modality.submesh import Submesh
 from mmtrain.models.batch import Batch, without_images
 from mmtrain.parallel.mesh import Mesh
+from mmtrain.planner.assignment.step_assigner import StepAssigner
 from mmtrain.planner.partition.partition import Partition
-from mmtrain.planner.step_assignment import StepAssigner
 from mmtrain.spec.spec import ModelSpec
 
 Change = Callable[[Batch, IterationMeta], tuple[Batch, IterationMeta]]

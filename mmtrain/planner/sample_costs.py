@@ -19,7 +19,7 @@ from mmtrain.errors import ConfigError, PlanError
 from mmtrain.modality.catalogue import modalities
 from mmtrain.modality.metadata import ClipMeta, DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
 from mmtrain.modality.submesh import Submesh
-from mmtrain.planner.assign import SampleCost
+from mmtrain.planner.assignment.assignment import SampleCost
 from mmtrain.planner.costs.cost_model import CostModel, equal_layers
 from mmtrain.planner.costs.job_costs import cost_model
 from mmtrain.planner.profile.profile import job_of

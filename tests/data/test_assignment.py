@@ -12,8 +12,8 @@ from mmtrain.config import config
 from mmtrain.config.config import Config
 from mmtrain.data.loader import Loader, Step
 from mmtrain.errors import DataError
+from mmtrain.planner.assignment.step_assigner import StepAssigner
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.step_assignment import StepAssigner
 from tests.data.samples import text_row, write_jsonl
 
 

@@ -13,6 +13,7 @@ from mmtrain.config.topology import AXES
 from mmtrain.errors import ConfigError, PlanError
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.modality.typical import Bins
+from mmtrain.planner.assignment.step_assigner import StepAssigner
 from mmtrain.planner.forecast.breakdown import Breakdown, label
 from mmtrain.planner.forecast.machine import Machine
 from mmtrain.planner.forecast.typical_iterations import usual_workload
@@ -20,7 +21,6 @@ from mmtrain.planner.forecast.whole_iteration import IterationSimulator, Simulat
 from mmtrain.planner.forecast.workloads import draw
 from mmtrain.planner.memory.limit import MemoryBudget, MemoryRule
 from mmtrain.planner.plan_choice import PLANNED
-from mmtrain.planner.step_assignment import StepAssigner
 from mmtrain.schedule.library.names import check_name
 from mmtrain.schedule.recipe.files import schedule_of
 from mmtrain.schedule.timeline import Timeline

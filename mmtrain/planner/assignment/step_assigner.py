@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from mmtrain.config.assignment import AssignmentConfig
 from mmtrain.config.config import Config
 from mmtrain.modality.metadata import DocumentMeta, IterationMeta, MicrobatchMeta
-from mmtrain.planner.assign import AssignedMicrobatch, Assignment, assign, language_samples
+from mmtrain.planner.assignment.assign import assign
+from mmtrain.planner.assignment.assignment import AssignedMicrobatch, Assignment, language_samples
 from mmtrain.planner.costs.job_costs import cost_model
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.sample_costs import SamplePricer

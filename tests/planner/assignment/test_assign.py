@@ -8,16 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.config.assignment import POLICIES
-from mmtrain.planner.assign import (
-    AssignedMicrobatch,
-    Assignment,
-    SampleCost,
-    SubsetSums,
-    assign,
-    bottleneck_match,
-    effective_microbatches,
-    language_samples,
-)
+from mmtrain.planner.assignment.assign import assign
+from mmtrain.planner.assignment.assignment import AssignedMicrobatch, Assignment, SampleCost, language_samples
+from mmtrain.planner.assignment.entrain import SubsetSums, bottleneck_match, effective_microbatches
 
 FIGURE = [[6, 6, 8], [6, 6, 6], [6, 7, 9]]
 """Entrain, figure 4.10b: microbatches 3, 4, 6 against 1, 2, 5."""

@@ -1,0 +1,101 @@
+"""Equal seconds of replicas and microbatches, then what makes the slowest replica faster. Pure."""
+
+import random
+from dataclasses import replace
+
+from mmtrain.planner.assignment.assignment import AssignedMicrobatch, Assignment, Judge
+from mmtrain.planner.assignment.filling import Step, assignment_of
+
+
+def longest_first(step: Step) -> Assignment:
+    """Longest processing time first by total work: to the replica with least, there to the microbatch with least."""
+    replicas = step.loads(step.num_replicas, step.num_microbatches)
+    microbatches = [step.loads(step.num_microbatches) for _ in replicas]
+    costs = step.samples
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i].total_ns, i)):
+        for replica in sorted(replicas, key=lambda load: (load.total_ns, load.index)):
+            options = [load for load in microbatches[replica.index] if load.has_room(costs[i])]
+            if options:
+                min(options, key=lambda load: (load.total_ns, load.index)).add(i, costs[i])
+                replica.add(i, costs[i])
+                break
+        else:
+            return _dealt_bins(step, f"sample {i} of size {', '.join(map(str, costs[i].size))} has no room")
+    if not all(load.samples for of_replica in microbatches for load in of_replica):
+        return _dealt_bins(step, f"there are {len(costs)} samples for {len(step.bins)} microbatches")
+    return assignment_of([[load.samples for load in of_replica] for of_replica in microbatches])
+
+
+def _dealt_bins(step: Step, why: str) -> Assignment:
+    """First-fit's bins, longest first to the replica with the least work that has not all of its microbatches yet."""
+    totals = [sum(step.samples[i].total_ns for i in own) for own in step.bins]
+    work = [0] * step.num_replicas
+    dealt: list[list[int]] = [[] for _ in work]
+    for b in sorted(range(len(totals)), key=lambda b: (-totals[b], b)):
+        replica = min(
+            (r for r in range(len(work)) if len(dealt[r]) < step.num_microbatches), key=lambda r: (work[r], r)
+        )
+        dealt[replica].append(b)
+        work[replica] += totals[b]
+    made = assignment_of([[step.bins[b] for b in sorted(own)] for own in dealt])
+    return replace(made, status="whole bins", message=f"balanced: {why}; whole bins of first-fit are dealt to replicas")
+
+
+_TRIES = 20
+"""Moves that are drawn for each evaluation, at most; those that break the capacity cost none."""
+
+
+def refined(step: Step, start: Assignment, judge: Judge, evaluations: int, seed: int) -> Assignment:
+    """Hill climbing: exchanges of samples, or of the positions of microbatches, that make the slowest replica faster.
+
+    A sample leaves the slowest replica only for less work in return. An exchange is kept if the makespans, longest
+    first, become less.
+    """
+    rng = random.Random(seed)
+    now = list(start.replicas)
+    if evaluations < len(now):
+        return start
+    seconds, used = [judge(own) for own in now], len(now)
+    for _ in range(_TRIES * evaluations):
+        slow = max(range(len(now)), key=lambda r: (seconds[r], -r))
+        other = rng.randrange(len(now))
+        changed = _exchanged(step, now, slow, other, rng)
+        if changed is None:
+            continue
+        if used + len(changed) > evaluations:
+            break
+        times = {r: judge(own) for r, own in changed.items()}
+        used += len(changed)
+        after = [times.get(r, s) for r, s in enumerate(seconds)]
+        if sorted(after, reverse=True) < sorted(seconds, reverse=True):
+            seconds = after
+            for r, own in changed.items():
+                now[r] = own
+    return replace(start, replicas=tuple(now), evaluations=used)
+
+
+def _exchanged(
+    step: Step, now: list[tuple[AssignedMicrobatch, ...]], slow: int, other: int, rng: random.Random
+) -> dict[int, tuple[AssignedMicrobatch, ...]] | None:
+    """Replica -> its microbatches after one drawn exchange; None: the exchange is void or breaks a rule."""
+    a, b, kind = rng.randrange(len(now[slow])), rng.randrange(len(now[other])), rng.random()
+    if slow == other and a == b:
+        return None
+    if slow == other and kind < 1 / 3:
+        order = list(now[slow])
+        order[a], order[b] = order[b], order[a]
+        return {slow: tuple(order)}
+    given, got = list(now[slow][a].samples), list(now[other][b].samples)
+    x, y = rng.choice(given), rng.choice(got)
+    given.remove(x)
+    got.append(x)
+    if kind < 2 / 3:
+        got.remove(y)
+        given.append(y)
+        if slow != other and step.samples[y].total_ns >= step.samples[x].total_ns:
+            return None
+    if not given or not step.fits(given) or not step.fits(got):
+        return None
+    changed = {r: list(now[r]) for r in (slow, other)}
+    changed[slow][a], changed[other][b] = AssignedMicrobatch(tuple(given)), AssignedMicrobatch(tuple(got))
+    return {r: tuple(own) for r, own in changed.items()}
