@@ -316,11 +316,11 @@ def test_a_number_of_samples_ends_a_step_and_spreads_it(lengths: list[int], numb
         step = plan_step(state, order, lambda s: (lengths[s],), num_bins=4, limits=(limit,), num_samples=number)
         assert all(step.bins)
         samples = [s for samples in step.bins for s in samples]
-        fullest, emptiest = (f(sum(lengths[s] for s in samples) for samples in step.bins) for f in (max, min))
-        assert fullest <= 20
-        assert fullest - emptiest <= max(lengths)
+        most, least = (f(sum(lengths[s] for s in samples) for samples in step.bins) for f in (max, min))
+        assert most <= 20
+        assert most - least <= max(lengths)
         # It ends earlier only where the next sample has no room.
-        assert len(samples) == number or emptiest > 20 - max(lengths)
+        assert len(samples) == number or least > 20 - max(lengths)
         sequence += samples
         state = step.state
     expected = [order.sample(LoaderState(seed=seed, epoch=e, cursor=c)) for e in range(4) for c in range(len(lengths))]
