@@ -419,6 +419,9 @@ def main() -> None:
     parser.add_argument("--refinements", type=int, default=100)
     parser.add_argument("--parts", default="speed,packed,std,cpu")
     args = parser.parse_args()
+    for name in ("iterations", "searched", "evaluations"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)}: it is at least 1")
     warm()
     with tempfile.TemporaryDirectory() as folder:
         setups = [
