@@ -17,16 +17,10 @@ from mmtrain.data.toy.chart_questions import (
     Conversation,
     ConversationMaker,
 )
-from mmtrain.data.toy.folder import DataSet, Summary, card_head, image_value
+from mmtrain.data.toy.folder import MESSAGES, DataSet, Summary, card_head, image_value
 
 _FEATURES = {
-    "messages": {
-        "feature": {
-            "role": {"dtype": "string", "_type": "Value"},
-            "content": {"dtype": "string", "_type": "Value"},
-        },
-        "_type": "List",
-    },
+    "messages": MESSAGES,
     "images": {"feature": {"_type": "Image"}, "_type": "List"},
     "grade": {"dtype": "string", "_type": "Value"},
 }

@@ -20,6 +20,15 @@ Progress = Callable[[int, int], None]
 
 _ROWS_OF_A_GROUP = 100
 
+MESSAGES = {
+    "feature": {
+        "role": {"dtype": "string", "_type": "Value"},
+        "content": {"dtype": "string", "_type": "Value"},
+    },
+    "_type": "List",
+}
+"""Column type of conversations, as `datasets` writes it."""
+
 COLOURS = {
     "red": (220, 20, 30),
     "blue": (20, 70, 230),

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from mmtrain.data.sounds import wav_bytes
-from mmtrain.data.toy.folder import COLOURS, DataSet, Summary, card_head, image_value
+from mmtrain.data.toy.folder import COLOURS, MESSAGES, DataSet, Summary, card_head, image_value
 
 RATE = 16_000
 """Samples a second."""
@@ -173,13 +173,7 @@ def draw(halves: tuple[str, str]) -> Image.Image:
 
 
 _FEATURES = {
-    "messages": {
-        "feature": {
-            "role": {"dtype": "string", "_type": "Value"},
-            "content": {"dtype": "string", "_type": "Value"},
-        },
-        "_type": "List",
-    },
+    "messages": MESSAGES,
     "images": {"feature": {"_type": "Image"}, "_type": "List"},
     "audios": {"feature": {"sampling_rate": RATE, "_type": "Audio"}, "_type": "List"},
     "grade": {"dtype": "string", "_type": "Value"},
