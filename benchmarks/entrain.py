@@ -1,13 +1,14 @@
 """python benchmarks/entrain.py [--setups h800,a40-1b,a40-3b] [--workloads mix,interleaved] [--iterations 40]
-[--searched 40] [--evaluations 50] [--refinements 100] [--parts speed,packed,std,cpu]
+[--searched 40] [--evaluations 1000] [--refinements 16] [--replicas 4] [--rows TEXT;TEXT] [--parts speed,packed,std,cpu]
 
 Entrain (Jang, dissertation, University of Michigan, 2026, chapter 4) part by part in simulation, on equal samples.
 
-speed    seconds of an iteration's pipelines, the slowest of 4 replicas, over those of random microbatches under 1F1B
-         with modules on ranks of their own. 512 samples a step in 32 microbatches a replica, without limits of sizes
-         or memory. `own`: 1F1B, and those ranks for which the slowest stage is fastest by the work of 256 samples;
-         literal ranks are in proportion to that work, or to one sample's for DistTrain. `search`: all modules on all
-         ranks, plans searched
+speed    seconds of an iteration's pipelines, the slowest replica, over those of random microbatches under 1F1B with
+         modules on ranks of their own. Four samples a microbatch, 32 microbatches a replica, without limits of sizes;
+         memory is that of the fullest rank over its device's, at its peak in any iteration. `own`: 1F1B, and those
+         ranks for which the slowest stage is fastest by the work of 256 samples; literal ranks are in proportion to
+         that work, or to one sample's for DistTrain. `search`: all modules on all ranks, plans searched within 92 % of
+         the device. Of the last row: its speed over each row, geometric mean and least of all iterations
 packed   the same for full microbatches of 8,192 tokens as first-fit packs them, 8 a replica, under the search: what
          `balanced` does where the capacity is hard
 std      table 4.3: standard deviation of the forward milliseconds of a microbatch in each module, for the workloads
@@ -24,7 +25,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -32,24 +33,30 @@ from pathlib import Path
 import numpy as np
 
 from mmtrain.config import config
+from mmtrain.config.assignment import AssignmentConfig
 from mmtrain.config.config import Config
 from mmtrain.modality.metadata import DocumentMeta, IterationMeta
 from mmtrain.modality.split import split_evenly
 from mmtrain.modality.typical import Bins
 from mmtrain.planner.assignment.assign import assign
-from mmtrain.planner.assignment.assignment import AssignedMicrobatch, Assignment, Judge, SampleCost, language_samples
-from mmtrain.planner.assignment.step_assigner import language_microbatches
+from mmtrain.planner.assignment.assignment import AssignedMicrobatch, Assignment, SampleCost, language_samples
+from mmtrain.planner.assignment.step_assigner import StepAssigner, language_microbatches
 from mmtrain.planner.forecast.workloads import draw
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.plan import make_plan
+from mmtrain.planner.memory.limit import MemoryRule
+from mmtrain.planner.plan import PlanResult, make_plan
 from mmtrain.planner.plan_choice import search_seed, searched_plan
 from mmtrain.planner.sample_costs import PassesNs, SamplePricer, cost_of, times
 from mmtrain.planner.search.search import warm
 from mmtrain.planner.stable_batch import proportional
+from mmtrain.schedule.problem import PlanningProblem
+from mmtrain.schedule.timeline import Timeline
 from mmtrain.spec.spec import ZERO_WORK, WorkSize
 
-REPLICAS, MICROBATCHES, SAMPLES, RANKS = 4, 32, 512, 8
+SAMPLES = 4
+"""Of a microbatch on average, as in the thesis."""
 PACKED, CAPACITY = 8, 8192
+"""Full microbatches of a replica, and their tokens."""
 WORKLOADS = ("mix", "interleaved")
 DATA_SETS = {
     "mix": "SynthChartNet", "interleaved": "ChartQA", "science_qa": "CocoQA", "image_text_pairs": "LLaVA-150k"
@@ -89,23 +96,6 @@ hardware = "a40x64"
 """  # noqa: E501
 
 
-def job(setup: str, folder: Path, *overrides: str) -> Config:
-    """The job of a setup. Args: overrides: of its config."""
-    degrees = [
-        f"parallelism.pipeline_parallel_degree={RANKS}",
-        f"parallelism.data_parallel_shard_degree={REPLICAS}",
-        f"training.global_batch_size={REPLICAS * MICROBATCHES}",
-        "planner.memory_limit=",
-        *overrides,
-    ]
-    if setup == "h800":
-        return config.load("vlm_s.toml", ["planner.hardware=h800x128", *degrees])
-    layers, width, inner, heads = LANGUAGES[setup]
-    path = folder / f"{setup}.toml"
-    path.write_text(A40.format(tower=TOWER % width, layers=layers, width=width, inner=inner, heads=heads))
-    return config.load(path, degrees)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Setup:
     """A model on a cluster."""
@@ -113,17 +103,64 @@ class Setup:
     name: str
     folder: Path
     evaluations: int
+    num_replicas: int = 4
+    num_microbatches: int = 32
+    """Of a replica."""
+    num_ranks: int = 8
+    """Of a pipeline."""
+
+    def job(self, *overrides: str) -> Config:
+        """The job. Args: overrides: of its config."""
+        degrees = [
+            f"parallelism.pipeline_parallel_degree={self.num_ranks}",
+            f"parallelism.data_parallel_shard_degree={self.num_replicas}",
+            f"training.global_batch_size={self.num_replicas * self.num_microbatches}",
+            "planner.memory_limit=",
+        ]
+        if self.name == "h800":
+            cluster = f"planner.hardware=h800x{4 * self.num_ranks * self.num_replicas}"
+            return config.load("vlm_s.toml", [cluster, *degrees, *overrides])
+        layers, width, inner, heads = LANGUAGES[self.name]
+        path = self.folder / f"{self.name}.toml"
+        path.write_text(A40.format(tower=TOWER % width, layers=layers, width=width, inner=inner, heads=heads))
+        cluster = f"planner.hardware=a40x{2 * self.num_ranks * self.num_replicas}"
+        return config.load(path, [cluster, *degrees, *overrides])
 
     @cached_property
     def pricer(self) -> SamplePricer:
         """Costs of samples."""
-        return SamplePricer.of(job(self.name, self.folder))
+        return SamplePricer.of(self.job())
+
+    def device_part(self, planner: IterationPlanner, timeline: Timeline) -> float:
+        """Memory of the fullest rank at its peak, with its state, over that of its device."""
+        rule = MemoryRule.of_device(self.job())
+        budget = rule.budget(planner.spec, planner.partition)
+        free = budget.activation_limits
+        assert rule.limit_bytes and free
+        most = max(peak - left for peak, left in zip(timeline.peak_bytes, free, strict=True) if left is not None)
+        return 1 + most / rule.limit_bytes
 
     @cached_property
     def searching(self) -> IterationPlanner:
         """All modules on all ranks, plans searched."""
-        keys = ["planner.enable=true", f"planner.budget_evaluations={self.evaluations}", "planner.budget_s=0"]
-        return IterationPlanner.of(job(self.name, self.folder, *keys))
+        keys = [
+            "planner.enable=true",
+            "planner.memory_limit=92%",
+            f"planner.budget_evaluations={self.evaluations}",
+            "planner.budget_s=0",
+        ]
+        return IterationPlanner.of(self.job(*keys))
+
+    @cached_property
+    def assigner(self) -> StepAssigner:
+        """Of a job with searched plans."""
+        return StepAssigner(
+            section=AssignmentConfig(policy="balanced"),
+            planner=self.searching,
+            pricer=self.pricer,
+            num_replicas=self.num_replicas,
+            seed=0,
+        )
 
     @cache  # noqa: B019
     def own(self, ranks: tuple[int, ...], eager: int = 0) -> IterationPlanner:
@@ -137,7 +174,7 @@ class Setup:
         ]
         for section, count in zip(("encoder", "language"), ranks, strict=True):
             keys += [f"model.{section}.num_segments=1", f"model.{section}.ranks={count}"]
-        return IterationPlanner.of(job(self.name, self.folder, *keys))
+        return IterationPlanner.of(self.job(*keys))
 
     def balanced_ranks(self, documents: Sequence[DocumentMeta]) -> tuple[int, ...]:
         """Pipeline ranks for which the slowest stage of a mean microbatch is fastest."""
@@ -151,22 +188,22 @@ class Setup:
         ]
 
         def slowest_s(first: int) -> float:
-            split = zip(layers, (first, RANKS - first), strict=True)
+            split = zip(layers, (first, self.num_ranks - first), strict=True)
             return max(sum(of[low:high]) for of, n in split for low, high in split_evenly(of, n))
 
-        best = min(range(1, RANKS), key=slowest_s)
-        return best, RANKS - best
+        best = min(range(1, self.num_ranks), key=slowest_s)
+        return best, self.num_ranks - best
 
     def ranks(self, costs: Sequence[SampleCost]) -> tuple[int, ...]:
         """Pipeline ranks of encoder and language model in proportion to the work of some samples."""
         work = np.array([[sum(c.encoder_ns for c in costs), sum(c.language_ns for c in costs)]], float)
         most = [len(module.layers) for module in self.pricer.spec.modules]
-        return tuple(map(int, proportional(work, RANKS, most)[0]))
+        return tuple(map(int, proportional(work, self.num_ranks, most)[0]))
 
 
 def samples(setup: Setup, workload: str, iteration: int) -> Iterator[DocumentMeta]:
     """The documents of a workload, each with a number of its own."""
-    bins, number = replace(Bins.of(job(setup.name, setup.folder)), num_microbatches=8), itertools.count()
+    bins, number = replace(Bins.of(setup.job()), num_microbatches=8), itertools.count()
     for part in itertools.count():
         for microbatch in draw(workload, bins, seed=iteration, iteration=part).microbatches:
             for document in microbatch.documents:
@@ -178,6 +215,7 @@ def samples(setup: Setup, workload: str, iteration: int) -> Iterator[DocumentMet
 class Step:
     """The samples of one step."""
 
+    setup: Setup
     documents: tuple[DocumentMeta, ...]
     passes: tuple[Mapping[str, PassesNs], ...]
     costs: tuple[SampleCost, ...]
@@ -186,16 +224,16 @@ class Step:
 
     @classmethod
     def drawn(cls, setup: Setup, workload: str, iteration: int) -> "Step":
-        """512 samples of a workload, in microbatches of four samples each, as drawn."""
-        documents = list(itertools.islice(samples(setup, workload, iteration), SAMPLES))
-        size = SAMPLES // (REPLICAS * MICROBATCHES)
-        bins = tuple(tuple(range(b * size, (b + 1) * size)) for b in range(REPLICAS * MICROBATCHES))
+        """Samples of a workload in microbatches of four samples each, as drawn."""
+        count = setup.num_replicas * setup.num_microbatches
+        documents = list(itertools.islice(samples(setup, workload, iteration), SAMPLES * count))
+        bins = tuple(tuple(range(b * SAMPLES, (b + 1) * SAMPLES)) for b in range(count))
         return cls.of(setup, documents, bins)
 
     @classmethod
     def packed(cls, setup: Setup, workload: str, iteration: int) -> "Step":
         """Samples of a workload in 8 microbatches a replica, each in the first with room, until one finds none."""
-        bins: list[list[int]] = [[] for _ in range(REPLICAS * PACKED)]
+        bins: list[list[int]] = [[] for _ in range(setup.num_replicas * PACKED)]
         room, documents = [CAPACITY] * len(bins), list[DocumentMeta]()
         for document in samples(setup, workload, iteration):
             index = next((b for b, free in enumerate(room) if free >= document.num_tokens), None)
@@ -214,11 +252,12 @@ class Step:
             cost_of(setup.pricer.spec, of, (document.num_tokens,))
             for of, document in zip(passes, documents, strict=True)
         )
-        return cls(documents=tuple(documents), passes=passes, costs=costs, bins=bins)
+        return cls(setup=setup, documents=tuple(documents), passes=passes, costs=costs, bins=bins)
 
     def assigned(self, policy: str, **options: object) -> Assignment:
         """The samples under a policy."""
-        return assign(policy, self.costs, self.bins, num_replicas=REPLICAS, num_ranks=RANKS, **options)  # type: ignore[arg-type]
+        replicas, ranks = self.setup.num_replicas, self.setup.num_ranks
+        return assign(policy, self.costs, self.bins, num_replicas=replicas, num_ranks=ranks, **options)  # type: ignore[arg-type]
 
     def metas(self, assignment: Assignment) -> list[IterationMeta]:
         """[replica] -> its microbatches."""
@@ -229,37 +268,58 @@ class Step:
         return IterationMeta(microbatches=language_microbatches(microbatches, self.documents))
 
 
-def seconds(planner: IterationPlanner, metas: Sequence[IterationMeta], iteration: int) -> float:
-    """The makespan of the slowest replica."""
-    makespans = []
+def plans(
+    planner: IterationPlanner, metas: Sequence[IterationMeta], iteration: int
+) -> list[tuple[PlanningProblem, PlanResult]]:
+    """[replica] -> its problem and plan."""
+    made, searched = [], planner.section.enable
     for replica, meta in enumerate(metas):
-        searched = planner.section.enable
         _, problem = planner.problem(meta, searched=searched)
         if searched:
             seed = search_seed(0, iteration, replica)
             result = searched_plan(problem, planner.schedule, planner.section, seed=seed)
         else:
             result = make_plan(problem, planner.schedule)
+        made.append((problem, result))
+    return made
+
+
+def seconds(planner: IterationPlanner, metas: Sequence[IterationMeta], iteration: int) -> float:
+    """The makespan of the slowest replica."""
+    return max(timeline.makespan_s for timeline in timelines(plans(planner, metas, iteration)))
+
+
+def timelines(made: Iterable[tuple[PlanningProblem, PlanResult]]) -> list[Timeline]:
+    """Those of plans. Args: made: see `plans`."""
+    found = []
+    for _, result in made:
         assert result.timeline is not None, result.message
-        makespans.append(result.timeline.makespan_s)
-    return max(makespans)
+        found.append(result.timeline)
+    return found
 
 
-def judge(setup: Setup, step: Step) -> Judge:
-    """The makespan of one replica in the order of `interleave`, without a search."""
-    quick = replace(setup.searching, section=replace(setup.searching.section, enable=False))
+def refined(step: Step, refinements: int, **options: object) -> Assignment:
+    """The samples under `balanced` as a job with searched plans refines it. Args: refinements: for each replica."""
 
-    def judged(microbatches: Sequence[AssignedMicrobatch]) -> float:
-        return seconds(quick, [step.meta(microbatches)], 0)
+    def judge(microbatches: Sequence[AssignedMicrobatch]) -> float:
+        return step.setup.assigner.makespan_s(step.meta(microbatches))
 
-    return judged
+    evaluations = refinements * step.setup.num_replicas
+    return step.assigned("balanced", judge=judge, evaluations=evaluations, **options)
+
+
+def literal_ranks(setup: Setup, workload: str) -> list[tuple[int, ...]]:
+    """Pipeline ranks of encoder and language model: balanced ones, Entrain's, DistTrain's."""
+    first = Step.drawn(setup, workload, 10**6)
+    single = next(cost for cost in first.costs if cost.encoder_ns)
+    return [setup.balanced_ranks(first.documents[:256]), setup.ranks(first.costs[:256]), setup.ranks([single])]
 
 
 Variant = tuple[str, Callable[[Step], Assignment], Callable[[Setup, Step], IterationPlanner]]
 
 
 def variants(setup: Setup, ranks: Sequence[tuple[int, ...]], refinements: int) -> list[Variant]:
-    """(name, assignment, planner). Args: ranks: balanced, Entrain's, DistTrain's. refinements: makespans to ask for."""
+    """(name, assignment, planner). Args: ranks: of `literal_ranks`. refinements: makespans for each replica."""
     own, literal, of_one = map(setup.own, ranks)
     ahead = {n: setup.own(ranks[0], eager=n) for n in (1, 2)}
     literal_ahead = setup.own(ranks[1], eager=2)
@@ -274,40 +334,42 @@ def variants(setup: Setup, ranks: Sequence[tuple[int, ...]], refinements: int) -
             lambda s: s.assigned("entrain", defer=True, **few),
             lambda u, s: literal_ahead,
         ),
-        ("Entrain's assignment, 32 microbatches, own", lambda s: s.assigned("entrain"), lambda u, s: own),
+        ("Entrain's assignment, all microbatches, own", lambda s: s.assigned("entrain"), lambda u, s: own),
         ("  + fewer microbatches (K_eff)", lambda s: s.assigned("entrain", **few), lambda u, s: own),
         ("  + deferral", lambda s: s.assigned("entrain", defer=True, **few), lambda u, s: own),
         *(
             (f"  + {n} forwards ahead", lambda s: s.assigned("entrain", defer=True, **few), lambda u, s, n=n: ahead[n])
             for n in ahead
         ),
-        ("  deferral, 2 ahead, 32 microbatches", lambda s: s.assigned("entrain", defer=True), lambda u, s: ahead[2]),
+        ("  deferral, 2 ahead, all microbatches", lambda s: s.assigned("entrain", defer=True), lambda u, s: ahead[2]),
         ("balanced, own", lambda s: s.assigned("balanced"), lambda u, s: own),
         ("random microbatches, search", lambda s: s.assigned("none"), lambda u, s: u.searching),
         ("Entrain's assignment (K_eff), search", lambda s: s.assigned("entrain", **few), lambda u, s: u.searching),
-        ("  + deferral", lambda s: s.assigned("entrain", defer=True, **few), lambda u, s: u.searching),
-        ("  32 microbatches, no deferral", lambda s: s.assigned("entrain"), lambda u, s: u.searching),
-        ("  32 microbatches, deferral", lambda s: s.assigned("entrain", defer=True), lambda u, s: u.searching),
+        ("  + deferral, search", lambda s: s.assigned("entrain", defer=True, **few), lambda u, s: u.searching),
+        ("  all microbatches, no deferral, search", lambda s: s.assigned("entrain"), lambda u, s: u.searching),
+        ("  all microbatches, deferral, search", lambda s: s.assigned("entrain", defer=True), lambda u, s: u.searching),
         ("balanced, search", lambda s: s.assigned("balanced"), lambda u, s: u.searching),
-        (
-            f"  + refined by {refinements} makespans",
-            lambda s: s.assigned("balanced", judge=judge(setup, s), evaluations=refinements),
-            lambda u, s: u.searching,
-        ),
+        ("  + refined, search", lambda s: refined(s, refinements), lambda u, s: u.searching),
+        ("  + refined, fewer microbatches, search", lambda s: refined(s, refinements, **few), lambda u, s: u.searching),
     ]
 
 
-def speed(setup: Setup, workload: str, iterations: int, searched: int, refinements: int) -> None:
-    """Prints the table of one setup and workload. Args: searched: iterations of the rows with a search."""
-    first = Step.drawn(setup, workload, 10**6)
-    single = next(cost for cost in first.costs if cost.encoder_ns)
-    ranks = [setup.balanced_ranks(first.documents[:256]), setup.ranks(first.costs[:256]), setup.ranks([single])]
-    rows = variants(setup, ranks, refinements)
+def speed(setup: Setup, workload: str, iterations: int, searched: int, refinements: int, only: Sequence[str]) -> None:
+    """Prints the table of one setup and workload.
+
+    Args:
+        searched: iterations of the rows with a search.
+        only: parts of the names of rows; the first row is always there.
+    """
+    ranks = literal_ranks(setup, workload)
+    offered = variants(setup, ranks, refinements)
+    rows = [offered[0], *(row for row in offered[1:] if any(part in row[0] for part in only))]
     found: list[list[float]] = [[] for _ in rows]
+    memory: list[float] = [0.0 for _ in rows]
     counts: list[list[int]] = [[] for _ in rows]
     start = time.perf_counter()
     for iteration in range(iterations):
-        step, known = Step.drawn(setup, workload, iteration), dict[tuple[int, str], float]()
+        step, known = Step.drawn(setup, workload, iteration), dict[tuple[int, str], tuple[float, float]]()
         for index, (_, assigned, planner) in enumerate(rows):
             if iteration >= searched and planner(setup, step).section.enable:
                 continue
@@ -315,19 +377,25 @@ def speed(setup: Setup, workload: str, iterations: int, searched: int, refinemen
             counts[index] += [len(own) for own in assignment.replicas]
             key = (id(planner(setup, step)), assignment.digest)
             if key not in known:
-                known[key] = seconds(planner(setup, step), step.metas(assignment), iteration)
-            found[index].append(known[key])
+                of_row = planner(setup, step)
+                made = timelines(plans(of_row, step.metas(assignment), iteration))
+                parts = [setup.device_part(of_row, timeline) for timeline in made]
+                known[key] = max(timeline.makespan_s for timeline in made), max(parts)
+            found[index].append(known[key][0])
+            memory[index] = max(memory[index], known[key][1])
     splits = ", ".join(":".join(map(str, one)) for one in ranks)
     base, spent = statistics.fmean(found[0]), time.perf_counter() - start
     print(
         f"\n{setup.name}, {workload}, {iterations} iterations ({searched} searched), {base:.3f} s; {spent:.0f} s to run"
     )
     print(f"ranks by slowest stage, by ratio, by one sample: {splits}")
-    print("| | speed | least | most | microbatches |\n|---|---|---|---|---|")
-    for (name, _, _), own, numbers in zip(rows, found, counts, strict=True):
+    print("| | speed | least | most | microbatches | memory | of the last row | least |\n|" + "---|" * 8)
+    for (name, _, _), own, numbers, part in zip(rows, found, counts, memory, strict=True):
         ratios = [one / other for one, other in zip(found[0], own, strict=False)]
         mean = statistics.fmean(found[0][: len(own)]) / statistics.fmean(own)
-        between = f"{min(ratios):.2f} | {max(ratios):.2f} | {min(numbers)} to {max(numbers)}"
+        between = f"{min(ratios):.2f} | {max(ratios):.2f} | {min(numbers)} to {max(numbers)} | {part:.0%}"
+        of_last = [one / other for one, other in zip(own, found[-1], strict=False)]
+        between += f" | {statistics.geometric_mean(of_last):.3f} | {min(of_last):.3f}"
         print(f"| {name} | {mean:.2f} | {between} |", flush=True)
 
 
@@ -337,9 +405,7 @@ def packed(setup: Setup, workload: str, iterations: int, refinements: int) -> No
         "first-fit's bins": lambda s: s.assigned("none"),
         "entrain, capacity kept": lambda s: s.assigned("entrain", capacity=(CAPACITY,)),
         "balanced": lambda s: s.assigned("balanced", capacity=(CAPACITY,)),
-        f"balanced, {refinements} makespans": lambda s: s.assigned(
-            "balanced", capacity=(CAPACITY,), judge=judge(setup, s), evaluations=refinements
-        ),
+        "balanced, refined": lambda s: refined(s, refinements, capacity=(CAPACITY,)),
     }
     found: dict[str, list[float]] = {name: [] for name in options}
     statuses: dict[str, list[str]] = {name: [] for name in options}
@@ -351,10 +417,12 @@ def packed(setup: Setup, workload: str, iterations: int, refinements: int) -> No
             found[name].append(seconds(setup.searching, step.metas(assignment), iteration))
     base = statistics.fmean(found["first-fit's bins"])
     print(f"\n{setup.name}, {workload}, packed, {iterations} iterations, {base:.3f} s")
-    print("| | speed | status |\n|---|---|---|")
+    print("| | speed | least | most | status |\n|---|---|---|---|---|")
     for name, own in found.items():
         shown = ", ".join(f"{status} {n}" for status, n in Counter(statuses[name]).items())
-        print(f"| {name} | {base / statistics.fmean(own):.3f} | {shown} |", flush=True)
+        ratios = [one / other for one, other in zip(found["first-fit's bins"], own, strict=True)]
+        between = f"{min(ratios):.3f} | {max(ratios):.3f}"
+        print(f"| {name} | {base / statistics.fmean(own):.3f} | {between} | {shown} |", flush=True)
 
 
 def forward_ms(step: Step, assignment: Assignment, module: int) -> float:
@@ -373,7 +441,7 @@ def std(setups: Sequence[Setup], iterations: int) -> None:
     """Prints our table 4.3."""
     policies: dict[str, dict[str, object]] = {
         "none": {}, "disttrain": {}, "entrain": {"defer": True, "fewer_microbatches": True},
-        "entrain, 32 microbatches": {"defer": True}, "balanced": {},
+        "entrain, all microbatches": {"defer": True}, "balanced": {},
     }  # fmt: skip
     print(f"\nstandard deviation of forward milliseconds of a microbatch, mean of {iterations} steps")
     print("| | policy | " + " | ".join(DATA_SETS) + " | thesis: " + ", ".join(DATA_SETS.values()) + " |")
@@ -403,7 +471,7 @@ def cpu(setup: Setup, repetitions: int = 20) -> None:
             spent.append(time.thread_time() - start)
         print(f"| {policy} | {1e3 * statistics.median(spent):.1f} |")
     start = time.thread_time()
-    fresh = SamplePricer.of(job(setup.name, setup.folder))
+    fresh = SamplePricer.of(setup.job())
     for document in step.documents:
         fresh.cost(document)
     print(f"| prices of 512 samples, nothing cached | {1e3 * (time.thread_time() - start):.0f} |")
@@ -415,22 +483,26 @@ def main() -> None:
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--searched", type=int, default=40, help="iterations of the rows with a search, at most")
-    parser.add_argument("--evaluations", type=int, default=50)
-    parser.add_argument("--refinements", type=int, default=100)
+    parser.add_argument("--evaluations", type=int, default=1000)
+    parser.add_argument("--refinements", type=int, default=16, help="for each replica")
+    parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--rows", default="", help="parts of the names of rows of `speed`, separated by semicolons")
     parser.add_argument("--parts", default="speed,packed,std,cpu")
     args = parser.parse_args()
-    for name in ("iterations", "searched", "evaluations"):
+    for name in ("iterations", "searched", "evaluations", "replicas"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} {getattr(args, name)}: it is at least 1")
     warm()
     with tempfile.TemporaryDirectory() as folder:
         setups = [
-            Setup(name=name, folder=Path(folder), evaluations=args.evaluations) for name in args.setups.split(",")
+            Setup(name=name, folder=Path(folder), evaluations=args.evaluations, num_replicas=args.replicas)
+            for name in args.setups.split(",")
         ]
         if "speed" in args.parts:
             for setup in setups:
                 for workload in args.workloads.split(","):
-                    speed(setup, workload, args.iterations, min(args.searched, args.iterations), args.refinements)
+                    counts = args.iterations, min(args.searched, args.iterations), args.refinements
+                    speed(setup, workload, *counts, args.rows.split(";"))
         if "packed" in args.parts:
             for workload in args.workloads.split(","):
                 packed(setups[0], workload, min(args.searched, args.iterations), args.refinements)

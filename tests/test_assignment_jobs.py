@@ -4,6 +4,7 @@ import pytest
 
 from mmtrain.commands.parity import check_parity
 from mmtrain.config import config
+from mmtrain.data.toy.charts import make_charts
 from mmtrain.errors import DataError
 from tests.jobs import SHALLOW, die_at, failing, finished, layout, metrics, train, world_size, write_config
 from tests.ranks import run_ranks
@@ -91,3 +92,18 @@ def test_metrics_show_what_was_assigned(tmp_path, charts):
     assert max(metrics(tmp_path, "deferred_gib").values()) > 0
     assert all(metrics(tmp_path, "planned_spread_s_vision").values())
     assert all(metrics(tmp_path, "spread_s_language").values())
+
+
+@pytest.mark.nightly
+def test_charts_are_learned_as_well_as_without(tmp_path):
+    """Validation losses after 500 steps; docs/benchmarks.md has 0.611, 0.610 and 0.592."""
+    make_charts(tmp_path / "charts", 12000, 0)
+    degrees = layout(shard=2)
+    found = {}
+    for name, policy in {"none": [], "balanced": BALANCED, "entrain": DEFERRED}.items():
+        folders = [f'data.source="{tmp_path}/charts"', f'job.dump_folder="{tmp_path}/{name}/run"']
+        run_ranks(train, 2, "debug_vlm.toml", [*degrees, *folders, *policy], timeout=1800)
+        found[name] = metrics(tmp_path / name, "validation_loss")
+    assert all(losses.keys() == {250, 500} for losses in found.values())
+    assert all(losses[500] < losses[250] < 0.8 for losses in found.values())
+    assert max(abs(losses[500] - found["none"][500]) for losses in found.values()) < 0.05, found

@@ -30,7 +30,8 @@ class AssignmentConfig:
     """The language model processes some samples with the microbatch after the one that their images are encoded with
     (Entrain)."""
     fewer_microbatches: bool = False
-    """A replica may have fewer microbatches where one sample takes longer than an equal share (Entrain's K_eff)."""
+    """A replica may have fewer microbatches: with entrain where one sample takes longer than an equal share (Entrain's
+    K_eff), with balanced where that makes its simulated iteration shorter."""
     levels: int = LEVELS
     """Steps to which the language model's seconds of a microbatch are rounded where samples to defer are chosen."""
     evaluations: int = 16
@@ -39,13 +40,18 @@ class AssignmentConfig:
     def __post_init__(self) -> None:
         at_most("assignment", self, samples_per_step=2**24, levels=2**16, evaluations=2**16)
         at_least("assignment", self, samples_per_step=0, stable_samples=0, levels=2, evaluations=0)
-        for key, policy in _OF_POLICY.items():
+        for key, policies in _OF_POLICY.items():
             value, default = getattr(self, key), AssignmentConfig.__dataclass_fields__[key].default
-            if value != default and self.policy != policy:
+            if value != default and self.policy not in policies:
                 raise ConfigError(
                     f'assignment.{key} = {shown(value)} has no effect with policy = "{self.policy}"; remove it, or set '
-                    f'policy = "{policy}"'
+                    f'policy = "{policies[0]}"'
                 )
+        if self.policy == "balanced" and self.fewer_microbatches and not self.evaluations:
+            raise ConfigError(
+                'assignment.fewer_microbatches = true has no effect with policy = "balanced" and evaluations = 0, as '
+                "simulated iterations decide on their number; remove it, or set evaluations to at least 2"
+            )
 
     @property
     def assigns(self) -> bool:
@@ -53,5 +59,10 @@ class AssignmentConfig:
         return self.policy != "none" or self.samples_per_step > 0
 
 
-_OF_POLICY = {"defer": "entrain", "fewer_microbatches": "entrain", "levels": "entrain", "evaluations": "balanced"}
-"""Key -> the policy that follows it."""
+_OF_POLICY: dict[str, tuple[Policy, ...]] = {
+    "defer": ("entrain",),
+    "fewer_microbatches": ("entrain", "balanced"),
+    "levels": ("entrain",),
+    "evaluations": ("balanced",),
+}
+"""Key -> the policies that follow it."""

@@ -14,6 +14,11 @@ from mmtrain.errors import ConfigError
         ("vlm", ["policy=balanced", "defer=true"], r"assignment\.defer = true has no effect with policy"),
         ("vlm", ["fewer_microbatches=true"], r'fewer_microbatches = true has no effect with policy = "none"'),
         ("vlm", ["policy=entrain", "evaluations=8"], r'evaluations = 8 has no effect .* set policy = "balanced"$'),
+        (
+            "vlm",
+            ["policy=balanced", "fewer_microbatches=true", "evaluations=0"],
+            r"evaluations = 0, as simulated iterati",
+        ),
         ("vlm", ["samples_per_step=3"], r"= 3 is below training\.global_batch_size = 4 microbatches, .* lower the"),
         ("vlm", ["samples_per_step=999"], r"samples_per_step = 999, but 4 microbatches .* hold at most 512 samples"),
         ("vlm", ["stable_samples=-1"], r"assignment\.stable_samples = -1; it must be at least 0"),

@@ -39,7 +39,8 @@ def assign(
         capacity: most of a microbatch under each limit. It holds for the samples of a microbatch, and for those whose
             language work it does.
         defer: microbatches may leave language work to the next one, with `entrain`.
-        fewer_microbatches: `entrain` may use fewer microbatches than there are bins (the thesis's K_eff).
+        fewer_microbatches: a replica may have fewer microbatches than bins: with `entrain` the thesis's K_eff, with
+            `balanced` as many as make its makespan shortest.
         levels: steps into which the language work of a microbatch is divided when subsets of it are summed.
         num_ranks: pipeline ranks, for `disttrain`.
         judge: for `balanced`, gives the makespan of one replica; the slowest one counts. None: no refinement.
@@ -59,4 +60,4 @@ def assign(
     if policy == "none":
         return step.first_fit
     start = longest_first(step)
-    return start if judge is None else refined(step, start, judge, evaluations, seed)
+    return start if judge is None else refined(step, start, judge, evaluations, seed, fewer=fewer_microbatches)

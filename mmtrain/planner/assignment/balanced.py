@@ -1,10 +1,12 @@
 """Equal seconds of replicas and microbatches, then what makes the slowest replica faster. Pure."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 from mmtrain.planner.assignment.assignment import AssignedMicrobatch, Assignment, Judge
-from mmtrain.planner.assignment.filling import Step, assignment_of
+from mmtrain.planner.assignment.filling import NoRoomError, Step, assignment_of, fill
 
 
 def longest_first(step: Step) -> Assignment:
@@ -41,21 +43,34 @@ def _dealt_bins(step: Step, why: str) -> Assignment:
     return replace(made, status="whole bins", message=f"balanced: {why}; whole bins of first-fit are dealt to replicas")
 
 
+_EIGHTHS = (7, 6, 5, 4)
+"""Of the number of microbatches that are tried as fewer ones."""
 _TRIES = 20
 """Moves that are drawn for each evaluation, at most; those that break the capacity cost none."""
 
 
-def refined(step: Step, start: Assignment, judge: Judge, evaluations: int, seed: int) -> Assignment:
-    """Hill climbing: exchanges of samples, or of the positions of microbatches, that make the slowest replica faster.
+def refined(
+    step: Step, start: Assignment, judge: Judge, evaluations: int, seed: int, *, fewer: bool = False
+) -> Assignment:
+    """Fewer microbatches where they make a replica faster, then hill climbing: exchanges of samples, or of the
+    positions of microbatches, that make the slowest replica faster.
 
     A sample leaves the slowest replica only for less work in return. An exchange is kept if the makespans, longest
     first, become less.
+
+    Args: fewer: a replica may have fewer microbatches than it starts with.
     """
     rng = random.Random(seed)
     now = list(start.replicas)
     if evaluations < len(now):
         return start
     seconds, used = [judge(own) for own in now], len(now)
+    for eighths, r in product(_EIGHTHS if fewer else (), range(len(now))):
+        larger = _in_microbatches(step, start.replicas[r], eighths * len(start.replicas[r]) // 8)
+        if larger is not None and used < evaluations:
+            time, used = judge(larger), used + 1
+            if time < seconds[r]:
+                now[r], seconds[r] = larger, time
     for _ in range(_TRIES * evaluations):
         slow = max(range(len(now)), key=lambda r: (seconds[r], -r))
         other = rng.randrange(len(now))
@@ -72,6 +87,20 @@ def refined(step: Step, start: Assignment, judge: Judge, evaluations: int, seed:
             for r, own in changed.items():
                 now[r] = own
     return replace(start, replicas=tuple(now), evaluations=used)
+
+
+def _in_microbatches(
+    step: Step, microbatches: Sequence[AssignedMicrobatch], count: int
+) -> tuple[AssignedMicrobatch, ...] | None:
+    """The samples of a replica in another number of microbatches, longest first; None: they have no room."""
+    members = [i for own in microbatches for i in own.samples]
+    loads = step.loads(count)
+    try:
+        order = sorted(members, key=lambda i: (-step.samples[i].total_ns, i))
+        fill(step, order, loads, lambda load, _: (load.total_ns, load.index))
+    except NoRoomError:
+        return None
+    return tuple(AssignedMicrobatch(tuple(load.samples)) for load in loads) if loads else None
 
 
 def _exchanged(

@@ -10,13 +10,19 @@ from dataclasses import dataclass, replace
 
 from mmtrain.config.assignment import AssignmentConfig
 from mmtrain.config.config import Config
+from mmtrain.errors import PlanError
 from mmtrain.modality.metadata import DocumentMeta, IterationMeta, MicrobatchMeta
 from mmtrain.planner.assignment.assign import assign
 from mmtrain.planner.assignment.assignment import AssignedMicrobatch, Assignment, language_samples
 from mmtrain.planner.costs.job_costs import cost_model
 from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.plan_choice import search_options
 from mmtrain.planner.sample_costs import SamplePricer
+from mmtrain.planner.search.search import shortest_s
 
+JUDGED = 30
+"""Evaluations of the search that judges an assignment. They take less than half of the time of a plan of `interleave`,
+and are nearer to what the job's search comes to."""
 Bins = Sequence[Sequence[int]]
 """[microbatch of the step] -> indices of its samples."""
 
@@ -27,7 +33,7 @@ class StepAssigner:
 
     section: AssignmentConfig
     planner: IterationPlanner
-    """Of one replica, whose schedule judges assignments; without memory limits."""
+    """Of one replica, which judges assignments; with those memory limits that the config alone tells."""
     pricer: SamplePricer
     num_replicas: int
     seed: int
@@ -39,10 +45,12 @@ class StepAssigner:
         if not config.assignment.assigns:
             return None
         costs = cost_model(config, planner.spec)  # of its own, as they cache results and planning has another thread
-        section = replace(config.planner, memory_limit="", activation_memory_gib=0.0)
+        section = config.planner
+        if section.memory_limit and planner.activation_limits is None:  # of a device that other processes may not have
+            section = replace(section, memory_limit="", split_backward=False)  # Ws that wait would hold too much
         return cls(
             section=config.assignment,
-            planner=replace(planner, section=section, costs=costs, activation_limits=None, widest_limits=None),
+            planner=replace(planner, section=section, costs=costs, widest_limits=None),
             pricer=SamplePricer.of(config),
             num_replicas=config.parallelism.mesh_shape.dp,
             seed=config.debug.seed,
@@ -54,9 +62,7 @@ class StepAssigner:
         pricer = replace(self.pricer, _modules={})  # it remembers every size, and those of other steps hardly recur
 
         def judge(microbatches: Sequence[AssignedMicrobatch]) -> float:
-            metas = language_microbatches(microbatches, documents)
-            result = self.planner.first(self.planner.prepare(IterationMeta(microbatches=metas)))
-            return math.inf if result.timeline is None else result.timeline.makespan_s  # a recipe may get stuck
+            return self.makespan_s(IterationMeta(microbatches=language_microbatches(microbatches, documents)))
 
         return assign(
             section.policy,
@@ -72,6 +78,20 @@ class StepAssigner:
             evaluations=section.evaluations * self.num_replicas,
             seed=self.seed,
         )
+
+    def makespan_s(self, meta: IterationMeta) -> float:
+        """Seconds of one replica's batch: those of a short search where plans are searched, else of the job's schedule;
+        infinite: no plan fits, or a recipe gets stuck."""
+        planner, section = self.planner, self.planner.section
+        try:
+            if section.enable and section.interleave:
+                options = search_options(section, seed=0, threads=1)
+                options = replace(options, budget_evaluations=JUDGED, budget_s=0.0)
+                return shortest_s(planner.problem(meta, searched=True)[1], options)
+            timeline = planner.first(planner.prepare(meta)).timeline
+        except PlanError:
+            return math.inf
+        return math.inf if timeline is None else timeline.makespan_s
 
     def reassigned(self, metas: Sequence[IterationMeta]) -> list[IterationMeta]:
         """The batches of replicas with all of their documents assigned anew. Args: metas: [replica] -> its batch."""

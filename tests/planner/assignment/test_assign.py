@@ -200,6 +200,25 @@ def test_the_refinement_asks_for_makespans_and_improves():
     assert assign("balanced", samples, even_bins(64, 16), evaluations=1, **options).replicas == start.replicas
 
 
+@pytest.mark.parametrize(
+    ("worth_s", "capacity", "expected"), [(1, (), 4), (-1, (), 8), (1, (6,), 6)], ids=["few", "many", "no room for few"]
+)
+def test_a_replica_has_as_few_microbatches_as_make_it_faster(worth_s, capacity, expected):
+    samples = samples_of([(4, 4)] * 64, [1] * 64)
+    made = assign(
+        "balanced",
+        samples,
+        even_bins(64, 16),
+        num_replicas=2,
+        capacity=capacity,
+        fewer_microbatches=True,
+        judge=lambda microbatches: worth_s * len(microbatches),
+        evaluations=10,
+    )
+    assert [len(own) for own in made.replicas] == [expected, expected]
+    assert made.evaluations == 10
+
+
 FULL = samples_of([(1, 9), (1, 8), (1, 3), (1, 2), (1, 1)], sizes=[5, 5, 4, 4, 2])
 """Two microbatches of 10 hold them in one way alone."""
 
@@ -302,7 +321,7 @@ def test_each_sample_is_in_one_microbatch_within_the_limits(step, policy, defer,
     assert len(assignment.replicas) == num_replicas
     counts = {len(own) for own in assignment.replicas}
     assert max(counts) <= len(bins) // num_replicas
-    assert (policy == "entrain" and fewer) or counts == {len(bins) // num_replicas}
+    assert (policy in ("entrain", "balanced") and fewer) or counts == {len(bins) // num_replicas}
     for own in assignment.replicas:
         assert not own[-1].deferred
         for members in (*(one.samples for one in own), *language_samples(own)):
