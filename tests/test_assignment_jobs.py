@@ -84,6 +84,16 @@ def test_replicas_that_assign_otherwise_are_named(tmp_path, charts):
         assert "the replicas of ranks [1] put the step's samples into other microbatches than that of rank 0" in message
 
 
+def test_a_pair_over_the_memory_limit_is_not_deferred_and_the_job_goes_on(tmp_path, charts):
+    """In the last step a microbatch with deferred images takes 3.16 MiB, and none takes more than 3.07 without."""
+    limited, free = (write_config(tmp_path / name, charts) for name in ("limited", "free"))
+    run_ranks(train, 2, limited, [*layout(pp=2), *SET, *DEFERRED, f"planner.activation_memory_gib={3.1 / 1024}"])
+    run_ranks(train, 2, free, [*layout(pp=2), *SET, *DEFERRED])
+    assert_close(curves(limited.parent), curves(free.parent))
+    assert list(metrics(limited.parent, "not_deferred").values()) == [0, 0, 0, 0, 0, 1]
+    assert not any(metrics(free.parent, "not_deferred").values())
+
+
 def test_metrics_show_what_was_assigned(tmp_path, charts):
     run_ranks(train, 1, write_config(tmp_path, charts), [*layout(), *SET, *DEFERRED])
     assert all(metrics(tmp_path, "assignment_s").values())

@@ -234,12 +234,14 @@ def _answer(
     notes: tuple[str, ...],
     progress: Callable[[str, int], None],
 ) -> Answer:
-    simulator = IterationSimulator.of(job, machine.network, searches=schedule == PLANNED, peak_flops=machine.peak_flops)
+    searches = schedule == PLANNED
+    simulator = IterationSimulator.of(job, machine.network, searches=searches, peak_flops=machine.peak_flops)
     budget = MemoryRule.of(job).budget(simulator.planner.spec, simulator.planner.partition)
     limited = budget if budget.limited else None
     steps: list[SimulatedIteration] = []
     first: Timeline | None = None
-    assigner = StepAssigner.of(job, simulator.planner) if job.assignment.policy != "none" else None
+    as_simulated = replace(job, planner=replace(job.planner, enable=searches))
+    assigner = StepAssigner.of(as_simulated, simulator.planner) if job.assignment.policy != "none" else None
     for metas in batches:
         metas = metas if assigner is None else assigner.reassigned(metas)
         try:

@@ -1,6 +1,7 @@
 """Assignment of samples to microbatches and replicas: the thesis's example, brute force, and what must hold always."""
 
 import itertools
+import math
 import random
 
 import pytest
@@ -201,9 +202,15 @@ def test_the_refinement_asks_for_makespans_and_improves():
 
 
 @pytest.mark.parametrize(
-    ("worth_s", "capacity", "expected"), [(1, (), 4), (-1, (), 8), (1, (6,), 6)], ids=["few", "many", "no room for few"]
+    ("seconds", "capacity", "expected"),
+    [
+        (lambda count: count, (), 4),
+        (lambda count: count, (6,), 6),  # no room for fewer
+        (lambda count: -count, (), 8),
+        (lambda count: math.inf if count > 5 else -count, (), 5),  # no plan for more
+    ],
 )
-def test_a_replica_has_as_few_microbatches_as_make_it_faster(worth_s, capacity, expected):
+def test_a_replica_has_as_few_microbatches_as_make_it_faster(seconds, capacity, expected):
     samples = samples_of([(4, 4)] * 64, [1] * 64)
     made = assign(
         "balanced",
@@ -212,7 +219,7 @@ def test_a_replica_has_as_few_microbatches_as_make_it_faster(worth_s, capacity, 
         num_replicas=2,
         capacity=capacity,
         fewer_microbatches=True,
-        judge=lambda microbatches: worth_s * len(microbatches),
+        judge=lambda microbatches: seconds(len(microbatches)),
         evaluations=10,
     )
     assert [len(own) for own in made.replicas] == [expected, expected]

@@ -207,6 +207,16 @@ def test_samples_are_assigned_as_the_job_assigns_them():
     assert balanced.mean("iteration_s") < first_fit.mean("iteration_s")
 
 
+def test_a_named_schedule_judges_the_assignment_that_it_runs():
+    """Also where the job searches its plans."""
+    keys = ["parallelism.data_parallel_shard_degree=2", "training.global_batch_size=12", "assignment.policy=balanced"]
+    named, searching = (
+        simulate_job(question(*keys, f"planner.enable={on}", schedules=("interleave",))).answers[0]
+        for on in ("false", "true")
+    )
+    assert named.mean("iteration_s") == searching.mean("iteration_s")
+
+
 def test_the_fullest_rank_is_that_of_any_iteration():
     (answer,) = simulate_job(question()).answers
     assert isinstance(answer, Answer)
