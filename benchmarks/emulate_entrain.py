@@ -35,7 +35,7 @@ from mmtrain.schedule.timeline import Timeline
 
 ROWS = (
     "random microbatches, own;DistTrain;literal Entrain;Entrain's assignment, all microbatches, own;balanced, own;"
-    "random microbatches, search;  + deferral, search;balanced, search"
+    "random microbatches, search;  + deferral, search;balanced, search;fewer microbatches, search"
 )
 
 
