@@ -65,8 +65,9 @@ def refined(
     if evaluations < len(now):
         return start
     seconds, used = [judge(own) for own in now], len(now)
-    for eighths, r in product(_EIGHTHS if fewer else (), range(len(now))):
-        larger = _in_microbatches(step, start.replicas[r], eighths * len(start.replicas[r]) // 8)
+    counts = sorted({eighths * step.num_microbatches // 8 for eighths in _EIGHTHS}, reverse=True) if fewer else []
+    for count, r in product(counts, range(len(now))):
+        larger = _in_microbatches(step, start.replicas[r], count)
         if larger is not None and used < evaluations:
             time, used = judge(larger), used + 1
             if time < seconds[r]:
@@ -93,14 +94,13 @@ def _in_microbatches(
     step: Step, microbatches: Sequence[AssignedMicrobatch], count: int
 ) -> tuple[AssignedMicrobatch, ...] | None:
     """The samples of a replica in another number of microbatches, longest first; None: they have no room."""
-    members = [i for own in microbatches for i in own.samples]
-    loads = step.loads(count)
+    members, loads = [i for own in microbatches for i in own.samples], step.loads(count)
+    order = sorted(members, key=lambda i: (-step.samples[i].total_ns, i))
     try:
-        order = sorted(members, key=lambda i: (-step.samples[i].total_ns, i))
         fill(step, order, loads, lambda load, _: (load.total_ns, load.index))
     except NoRoomError:
         return None
-    return tuple(AssignedMicrobatch(tuple(load.samples)) for load in loads) if loads else None
+    return tuple(AssignedMicrobatch(tuple(load.samples)) for load in loads)
 
 
 def _exchanged(
