@@ -106,7 +106,7 @@ def test_metrics_show_what_was_assigned(tmp_path, charts):
 
 @pytest.mark.nightly
 def test_charts_are_learned_as_well_as_without(tmp_path):
-    """Validation losses after 500 steps; docs/benchmarks.md has 0.611, 0.610 and 0.592."""
+    """After 500 steps; docs/benchmarks.md has the losses."""
     make_charts(tmp_path / "charts", 12000, 0)
     degrees = layout(shard=2)
     found = {}
@@ -114,6 +114,6 @@ def test_charts_are_learned_as_well_as_without(tmp_path):
         folders = [f'data.source="{tmp_path}/charts"', f'job.dump_folder="{tmp_path}/{name}/run"']
         run_ranks(train, 2, "debug_vlm.toml", [*degrees, *folders, *policy], timeout=1800)
         found[name] = metrics(tmp_path / name, "validation_loss")
-    assert all(losses.keys() == {250, 500} for losses in found.values())
+    assert all(losses.keys() == {0, 250, 500} for losses in found.values())
     assert all(losses[500] < losses[250] < 0.8 for losses in found.values())
     assert max(abs(losses[500] - found["none"][500]) for losses in found.values()) < 0.05, found
