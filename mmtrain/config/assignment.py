@@ -45,7 +45,7 @@ class AssignmentConfig:
             if value != default and self.policy not in policies:
                 raise ConfigError(
                     f'assignment.{key} = {shown(value)} has no effect with policy = "{self.policy}"; remove it, or set '
-                    f'policy = "{policies[0]}"'
+                    f"policy = {' or '.join(map(shown, policies))}"
                 )
         if self.policy == "balanced" and self.fewer_microbatches and not self.evaluations:
             raise ConfigError(
