@@ -89,7 +89,7 @@ def _assignment(section: AssignmentConfig) -> str:
     parts = [f"assignment: {section.policy}"]
     parts += [f"{section.samples_per_step} samples a step"] if section.samples_per_step else []
     parts += ["deferred images"] if section.defer else []
-    parts += ["fewer microbatches where one sample is long"] if section.fewer_microbatches else []
+    parts += ["fewer microbatches where it pays"] if section.fewer_microbatches else []
     return ", ".join(parts)
 
 
