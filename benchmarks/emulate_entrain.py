@@ -2,15 +2,15 @@
 [--replicas 2] [--microbatches 8] [--repetitions 3] [--rows TEXT;TEXT]
 
 The rows of `benchmarks/entrain.py` (random microbatches, DistTrain, Entrain, ours) measured where devices are emulated,
-beside their simulated seconds: processes, runtime and transfers are real, and a stage's compute is a sleep of the
+next to their simulated seconds: processes, runtime and transfers are real, and a stage's compute is a sleep of the
 modelled seconds. The replicas of a row, whose pipelines have nothing to do with each other, run one after the other on
 one set of ranks; the slowest one counts, as in a step that ends with a reduction over replicas.
 
 All seconds of a step are scaled by one factor, so that the median action takes `--unit-ms`, and messages so that the
 largest has `--message-kib`. What the runtime adds on this machine is measured first and is part of the simulated
-seconds. In virtual time each timeline must equal the simulated one to the bit. Rows with equal plans run once.
+seconds. In virtual time each timeline must equal the simulated one to the bit.
 
-Run it on a machine that does nothing else. With the defaults it takes about 15 minutes.
+Run it on a machine that does nothing else. With the defaults it takes about 22 minutes.
 """
 
 import argparse

@@ -5,10 +5,11 @@ Entrain (Jang, dissertation, University of Michigan, 2026, chapter 4) part by pa
 
 speed    seconds of an iteration's pipelines, the slowest replica, over those of random microbatches under 1F1B with
          modules on ranks of their own. Four samples a microbatch, 32 microbatches a replica, without limits of sizes;
-         memory is that of the fullest rank over its device's, at its peak in any iteration. `own`: 1F1B, and those
+         memory is that of the most loaded rank over its device's, at its peak in any iteration. `own`: 1F1B, and those
          ranks for which the slowest stage is fastest by the work of 256 samples; literal ranks are in proportion to
          that work, or to one sample's for DistTrain. `search`: all modules on all ranks, plans searched within 92 % of
-         the device. Of the last row: its speed over each row, geometric mean and least of all iterations
+         the device. Uneven: the slowest replica over the mean one. Of the last row: its speed over each row, geometric
+         mean and least of all iterations
 packed   the same for full microbatches of 8,192 tokens as first-fit packs them, 8 a replica, under the search: what
          `balanced` does where the capacity is hard
 std      table 4.3: standard deviation of the forward milliseconds of a microbatch in each module, for the workloads
@@ -132,12 +133,12 @@ class Setup:
         return SamplePricer.of(self.job())
 
     def device_part(self, planner: IterationPlanner, timeline: Timeline) -> float:
-        """Memory of the fullest rank at its peak, with its state, over that of its device."""
+        """Memory of the most loaded rank at its peak, with its state and the planner's margin, over its device's."""
         rule = MemoryRule.of_device(self.job())
         budget = rule.budget(planner.spec, planner.partition)
-        free = budget.activation_limits
-        assert rule.limit_bytes and free
-        most = max(peak - left for peak, left in zip(timeline.peak_bytes, free, strict=True) if left is not None)
+        limits = budget.activation_limits
+        assert rule.limit_bytes and limits
+        most = max(peak - limit for peak, limit in zip(timeline.peak_bytes, limits, strict=True) if limit is not None)
         return 1 + most / rule.limit_bytes
 
     @cached_property
@@ -366,10 +367,11 @@ def speed(setup: Setup, workload: str, iterations: int, searched: int, refinemen
     rows = [offered[0], *(row for row in offered[1:] if any(part in row[0] for part in only))]
     found: list[list[float]] = [[] for _ in rows]
     memory: list[float] = [0.0 for _ in rows]
+    uneven: list[list[float]] = [[] for _ in rows]
     counts: list[list[int]] = [[] for _ in rows]
     start = time.perf_counter()
     for iteration in range(iterations):
-        step, known = Step.drawn(setup, workload, iteration), dict[tuple[int, str], tuple[float, float]]()
+        step, known = Step.drawn(setup, workload, iteration), dict[tuple[int, str], tuple[float, float, float]]()
         for index, (_, assigned, planner) in enumerate(rows):
             if iteration >= searched and planner(setup, step).section.enable:
                 continue
@@ -380,20 +382,23 @@ def speed(setup: Setup, workload: str, iterations: int, searched: int, refinemen
                 of_row = planner(setup, step)
                 made = timelines(plans(of_row, step.metas(assignment), iteration))
                 parts = [setup.device_part(of_row, timeline) for timeline in made]
-                known[key] = max(timeline.makespan_s for timeline in made), max(parts)
+                makespans = [timeline.makespan_s for timeline in made]
+                known[key] = max(makespans), max(parts), max(makespans) / statistics.fmean(makespans)
             found[index].append(known[key][0])
             memory[index] = max(memory[index], known[key][1])
+            uneven[index].append(known[key][2])
     splits = ", ".join(":".join(map(str, one)) for one in ranks)
     base, spent = statistics.fmean(found[0]), time.perf_counter() - start
     print(
         f"\n{setup.name}, {workload}, {iterations} iterations ({searched} searched), {base:.3f} s; {spent:.0f} s to run"
     )
     print(f"ranks by slowest stage, by ratio, by one sample: {splits}")
-    print("| | speed | least | most | microbatches | memory | of the last row | least |\n|" + "---|" * 8)
-    for (name, _, _), own, numbers, part in zip(rows, found, counts, memory, strict=True):
+    print("| | speed | least | most | microbatches | memory | uneven | of the last row | least |\n|" + "---|" * 9)
+    for (name, _, _), own, numbers, part, ratio in zip(rows, found, counts, memory, uneven, strict=True):
         ratios = [one / other for one, other in zip(found[0], own, strict=False)]
         mean = statistics.fmean(found[0][: len(own)]) / statistics.fmean(own)
         between = f"{min(ratios):.2f} | {max(ratios):.2f} | {min(numbers)} to {max(numbers)} | {part:.0%}"
+        between += f" | {statistics.geometric_mean(ratio):.3f}"
         of_last = [one / other for one, other in zip(own, found[-1], strict=False)]
         between += f" | {statistics.geometric_mean(of_last):.3f} | {min(of_last):.3f}"
         print(f"| {name} | {mean:.2f} | {between} |", flush=True)

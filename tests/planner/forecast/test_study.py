@@ -217,7 +217,7 @@ def test_a_named_schedule_judges_the_assignment_that_it_runs():
     assert named.mean("iteration_s") == searching.mean("iteration_s")
 
 
-def test_the_fullest_rank_is_that_of_any_iteration():
+def test_the_most_loaded_rank_is_that_of_any_iteration():
     (answer,) = simulate_job(question()).answers
     assert isinstance(answer, Answer)
     rank, peak = answer.most_loaded
