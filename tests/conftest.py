@@ -26,8 +26,9 @@ if "MMTRAIN_TEST_STORE" not in os.environ:
     atexit.register(_store.cleanup)
     os.environ.update(MMTRAIN_TEST_STORE=_store.name, HF_DATASETS_CACHE=f"{_store.name}/datasets", HF_HUB_OFFLINE="1")
 
-# Two workers may start torchrun at one time, which listens at port 29500 unless told otherwise.
-os.environ["PET_MASTER_PORT"] = str(29500 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]))
+# Workers of this run and of others may start torchrun at one time, which listens at port 29500 unless told otherwise.
+# Ports from 32768 on are given to connections.
+os.environ["PET_MASTER_PORT"] = str(20_000 + os.getpid() % 10_000)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
