@@ -57,6 +57,25 @@ def test_six_steps_have_one_loss_curve(tmp_path, charts):
     check_curves(charts, tmp_path, ["pp 2", "pp 2 x shard 2"], 6)
 
 
+def copies_after(rank, path, overrides):
+    """This rank's copy of the tied embedding at the end of a job."""
+    from mmtrain.config import config
+    from mmtrain.trainer import Trainer
+
+    job = Trainer(config.load(path, overrides))
+    job.run()
+    (copy,) = job.model.tied
+    return copy.detach().clone()
+
+
+def test_the_tied_head_of_another_rank_is_in_the_group_of_the_embedding(job):
+    group = '{ module = "language", pattern = "embed_tokens", lr = 0.1 }'
+    overrides = [*layout(pp=2), *SHALLOW, "training.steps=3", f"optimizer.groups=[{group}]"]
+    first, last = run_ranks(copies_after, 2, job, overrides)
+    assert torch.equal(first, last)
+    assert first.abs().max() > 0.1, "at the rate of its group"
+
+
 @pytest.mark.nightly
 def test_twenty_steps_have_one_loss_curve_on_every_layout(tmp_path, charts):
     reference = check_curves(charts, tmp_path, LAYOUTS, 20)

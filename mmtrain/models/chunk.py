@@ -390,7 +390,7 @@ class LanguageChunk(Chunk):
             x = self.language.model.norm(x)
         if not self.has_head:
             num_leaving = self.module_spec.num_carried(self.hi - 1)
-            carried = carried or [torch.zeros_like(x)] * num_leaving  # without images
+            carried += [torch.zeros_like(x)] * (num_leaving - len(carried))  # of encoders without items here
             return _owned(torch.cat((x, *carried)) if num_leaving else x)
         if labels is None or len(labels) != count:
             have = "no" if labels is None else len(labels)

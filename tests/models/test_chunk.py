@@ -1,11 +1,13 @@
 """Chunks against the whole Hugging Face models: loss, activations and every gradient."""
 
+import dataclasses
 import itertools
 
 import pytest
 import torch
 from torch import nn
 
+from mmtrain.config.model import EncoderConfig, ProjectorConfig
 from mmtrain.errors import ConfigError, DataError
 from mmtrain.modality.bitfield import language_bits
 from mmtrain.modality.metadata import DocumentMeta, MicrobatchMeta
@@ -17,6 +19,7 @@ from mmtrain.models.fused_qkv import from_head_major, is_fused
 from mmtrain.models.initialise import init_weights
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.spec import documents_work, images_work
+from mmtrain.spec.vision_shapes import vision_shape
 
 TOLERANCE = 2e-6
 """Float32, relative to the largest number of a tensor plus a thousandth of the largest of all gradients."""
@@ -217,6 +220,58 @@ def test_language_equals_hugging_face_on_each_document(tiny, language, cuts, num
     if num_features:
         expected_grads["features"], got["features"] = leaf.grad, features.grad
     assert_equal_gradients(got, expected_grads)
+
+
+SLOTS = {"vision": [1, 2, 10, 12], "maps": [4, 5, 9]}
+TAPS = {"vision": 2, "maps": 1}
+
+
+@pytest.mark.parametrize("present", [("vision", "maps"), ("vision",), ("maps",), ()], ids="+".join)
+@pytest.mark.parametrize("cuts", [(), (1, 2, 4)], ids=str)
+def test_inner_features_of_two_encoders_are_added_where_deepstack_adds_them(tiny, cuts, present):
+    maps = EncoderConfig(
+        kind="images", projector=ProjectorConfig(kind="native"),
+        config=tiny.encoders["qwen3_vl"] | {"deepstack_visual_indexes": [1]},
+    )  # fmt: skip
+    model = tiny.model("qwen3_vl", "qwen3_vl_text", projector={"kind": "native"})
+    model = dataclasses.replace(model, modules={"maps": maps})
+    assert {name: len(vision_shape(model, name).taps) for name in model.encoders} == TAPS
+    torch.manual_seed(1)
+    count, width = 17, 24
+    ids, labels = torch.randint(0, 96, (2, count))
+    positions = torch.arange(count).expand(3, count)
+    given = {name: torch.randn(len(SLOTS[name]), (1 + TAPS[name]) * width) for name in present}
+
+    features = {name: values.clone().requires_grad_() for name, values in given.items()}
+    fills = {name: FeatureRows(torch.tensor(SLOTS[name])) for name in present}
+    chunks = build(model, "language", cuts)
+    x = ids
+    for chunk in chunks:
+        more = {"features": features, "fills": fills} if chunk.has_embed else {}
+        x = chunk(x, attention=packed((count,)), position_ids=positions, labels=labels, **more)
+        if not chunk.is_last:
+            assert x.shape == chunk.output_shape(documents_work((count,), 0))
+
+    (reference,) = build(model, "language")
+    theirs = whole(reference, "language.", reference.adapter, tiny.languages["qwen3_vl_text"])
+    leaves = {name: values.clone().requires_grad_() for name, values in given.items()}
+    embeds, added = theirs.model.embed_tokens(ids), [torch.zeros(count, width) for _ in range(2)]
+    for name, leaf in leaves.items():
+        first, *inner = leaf.split(width, dim=1)
+        embeds = embeds.index_copy(0, fills[name].slots, first)
+        for depth, values in enumerate(inner):
+            added[depth] = added[depth].index_copy(0, fills[name].slots, values)
+    hidden = theirs.model(
+        inputs_embeds=embeds[None], position_ids=positions[:, None], deepstack_visual_embeds=added,
+        visual_pos_masks=torch.ones(1, count, dtype=torch.bool),
+    ).last_hidden_state  # fmt: skip
+    expected = nn.functional.cross_entropy(theirs.lm_head(hidden[0]), labels, reduction="sum")
+    torch.testing.assert_close(x.loss_sum, expected, rtol=TOLERANCE, atol=0)
+
+    x.loss_sum.backward()
+    expected.backward()
+    expected_grads = {f"language.{n}": g for n, g in grads(theirs).items()} | {n: x.grad for n, x in leaves.items()}
+    assert_equal_gradients(grads(*chunks) | {n: x.grad for n, x in features.items()}, expected_grads)
 
 
 @pytest.mark.parametrize("cuts", [(), (2,)], ids=["one chunk", "two chunks"])

@@ -4,6 +4,8 @@ A layout is compared with the model in one process, which `tests/models/test_who
 transformers' whole class.
 """
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -35,6 +37,8 @@ IMAGES = [[[1, 0, 2], [0, 0], [1, 1], [2]], [[0], [1, 1, 0], [1], [0, 3]]]
 """Images of each document, for two replicas: one of each has text-only microbatches."""
 VIDEOS = [[["v", "i", "vi"], [0, "v"], ["iv", 1], ["v"]], [["iv"], ["v", 1, 0], [1], [0, "vi"]]]
 """The same with videos, i an image and v a video, whose patches in time have text between them."""
+MAPS = [[["im", "m"], ["m"], [0, 1], ["mi", 0]], [["m"], ["mi"], [0], ["m", "i"]]]
+"""Microbatches with items of both encoders, of one, and of none; m an item of the second one."""
 TAPS = {4: [0, 1, 3], 6: [0, 2, 5]}
 """Number of blocks -> those whose outputs travel; the last one is among them."""
 
@@ -61,6 +65,13 @@ def deepstack(
     )
 
 
+def with_maps(model: ModelConfig) -> ModelConfig:
+    """The model with a second encoder whose inner features travel: of fewer blocks than those of the first."""
+    config = model.encoder.config | {"deepstack_visual_indexes": [1]}
+    maps = EncoderConfig(kind="images", config=config, projector=ProjectorConfig(kind="native"))
+    return dataclasses.replace(model, modules={"maps": maps})
+
+
 def case(model: ModelConfig | None = None, images=IMAGES, **more) -> Case:
     return Case(model=model or deepstack(), images=images, **more)
 
@@ -77,6 +88,7 @@ CASES = {
     "whole encoder": case(data_encoder=True),
     "split backwards": case(runs=(("interleave", 1, 2),)),
     "memory": case(memories=3),
+    "two encoders": case(with_maps(deepstack()), MAPS, runs=(("interleave", 1), ("1F1B", 0))),
     "videos": case(images=VIDEOS, runs=(("interleave", 1), ("1F1B", 0))),
     "videos, patches over cp": case(images=VIDEOS, share_patches=True),
 }
@@ -92,6 +104,7 @@ DAILY = {
     MeshShape(pp=2): {
         "all": case(deepstack(4)),
         "memory": case(deepstack(4), memories=2),
+        "two encoders": case(with_maps(deepstack(4)), MAPS),
         "videos": case(deepstack(4), VIDEOS),
     }
 }

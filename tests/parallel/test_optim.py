@@ -138,7 +138,7 @@ class Whole(nn.Module):
 
 
 GROUPS = [
-    OptimizerGroup(module="language", pattern=r"embed|head", lr=0.01),
+    OptimizerGroup(module="language", pattern="embed", lr=0.01),
     OptimizerGroup(module="projector", lr=1.0, weight_decay=0.7),
     OptimizerGroup(module="vision", weight_decay=0.0),
 ]
@@ -147,8 +147,7 @@ GROUPS = [
 def test_groups_have_rates_and_decays_of_their_own():
     model = Whole()
     section = OptimizerConfig(lr=0.1, weight_decay=0.5, groups=GROUPS)
-    tied = {"language.head.weight": "language.embed.weight"}
-    optimizers = build_optimizers(section, [model], [model.language.head.weight], tied)
+    optimizers = build_optimizers(section, [model], [model.language.head.weight], TIED)
     set_lr(optimizers, 0.5)
     values = {
         name: (group["lr"], group["weight_decay"])
@@ -183,10 +182,13 @@ def test_a_group_learns_as_a_job_with_its_values():
     assert not torch.equal(together.vision["blocks"][0].weight, alone.vision["blocks"][0].weight)
 
 
-def _check(device, groups):
+TIED = {"language.head.weight": "language.embed.weight"}
+
+
+def _check(device, groups, aliases):
     chunks = [Whole()] if torch.distributed.get_rank() == 0 else []
     try:
-        check_groups(OptimizerConfig(groups=groups), chunks, {})
+        check_groups(OptimizerConfig(groups=groups), chunks, aliases)
     except ConfigError as error:
         return str(error)
     return ""
@@ -194,14 +196,16 @@ def _check(device, groups):
 
 def test_a_group_without_parameters_on_any_rank_is_refused_on_all():
     wrong = OptimizerGroup(module="projector", pattern="fc1", lr=0.1)
-    results = run_ranks(_check_both, 2, GROUPS, [*GROUPS, wrong])
-    for right, refused in results:
-        assert right == ""
+    head = OptimizerGroup(pattern="head", lr=0.1)
+    results = run_ranks(_check_all, 2, [(GROUPS, TIED), ([head], {}), ([*GROUPS, wrong], TIED), ([head], TIED)])
+    for right, head_of_its_own, refused, tied_head in results:
+        assert right == head_of_its_own == ""
         assert refused.startswith('optimizer.groups: the group with module = "projector" and pattern = "fc1" has no')
+        assert tied_head.startswith('optimizer.groups: the group with pattern = "head" has no'), "it is the embedding"
 
 
-def _check_both(device, right, wrong):
-    return _check(device, right), _check(device, wrong)
+def _check_all(device, cases):
+    return [_check(device, *case) for case in cases]
 
 
 @pytest.mark.parametrize(
