@@ -126,6 +126,28 @@ def test_sent_tensors_are_released_inside_of_the_step():
         assert held < total / 2, (held, total)
 
 
+def last_chunk_ignores_its_input(rank):
+    """The largest gradient of the last chunk and of all others on this rank; no real chunk does this."""
+    job = Job(2)
+    last = job.local.stages[-1].submod
+    if job.local.stages[-1].is_last:
+        forward = last.forward
+        last.forward = lambda x, **more: forward(x.detach(), **more)
+    job.run(*make_batch(job.model, IMAGES, seed=1))
+    found = {True: 0.0, False: 0.0}
+    for chunk in job.local.chunks:
+        ends = chunk is last and job.local.stages[-1].is_last
+        found[ends] = max([found[ends], *(p.grad.abs().max().item() for p in chunk.parameters() if p.grad is not None)])
+    return found[True], found[False]
+
+
+@pytest.mark.ranks
+def test_what_the_loss_does_not_depend_on_has_gradients_of_zero():
+    (_, first), (last, others) = run_ranks(last_chunk_ignores_its_input, 2)
+    assert last > 0
+    assert first == others == 0
+
+
 def plan_without_an_image(rank):
     job = Job(1)
     batch, meta = make_batch(job.model, IMAGES, seed=1)
