@@ -1,14 +1,18 @@
 """Jobs with [assignment] train as jobs without: the same sets of samples, losses and gradients, also after a kill."""
 
 import pytest
+import torch
 
 from mmtrain.commands.parity import check_parity
 from mmtrain.config import config
+from mmtrain.config.data import TokenizerConfig
+from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.data.toy.charts import make_charts
 from mmtrain.errors import DataError
 from tests.jobs import SHALLOW, die_at, failing, finished, layout, metrics, train, world_size, write_config
 from tests.ranks import run_ranks
 from tests.test_trainer import CURVE_TOLERANCE
+from tests.whole_models import VISION, config_classes, tiny_text, truth, whole_model
 
 pytestmark = pytest.mark.ranks
 
@@ -102,6 +106,58 @@ def test_metrics_show_what_was_assigned(tmp_path, charts):
     assert max(metrics(tmp_path, "deferred_gib").values()) > 0
     assert all(metrics(tmp_path, "planned_spread_s_vision").values())
     assert all(metrics(tmp_path, "spread_s_language").values())
+
+
+def drawn(rank, path, overrides, steps):
+    """The batches of a job of one rank, and their metadata."""
+    from mmtrain.trainer import Trainer
+
+    items = Trainer(config.load(path, overrides)).gradients(torch.device("cpu"), steps)
+    return [(item.batch, item.meta) for item, _ in items]
+
+
+def trained_by_transformers(folder, batches, lr):
+    """(loss, gradient norm) of each step of the whole class under torch's AdamW, one call a document."""
+    model = config_classes("qwen2_vl")[1].from_pretrained(folder).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+    found = []
+    for batch, meta in batches:
+        total, _ = truth(model, [(batch, meta)])
+        loss = total / meta.num_targets
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        found.append((loss.item(), norm.item()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("degrees", "steps"),
+    [(layout(cp=2), 4), pytest.param(layout(pp=2, cp=2), 30, marks=pytest.mark.nightly)],
+    ids=str,
+)
+def test_deferred_documents_with_context_parallelism_train_as_the_class_of_transformers(
+    tmp_path, charts, degrees, steps
+):
+    text = tiny_text("qwen2_vl", vocab_size=512, max_position_embeddings=512)
+    whole_model("qwen2_vl", text, VISION["qwen2_vl"] | {"patch_size": 14}, tied=True).save_pretrained(
+        tmp_path / "whole"
+    )
+    load_tokenizer(TokenizerConfig()).save_pretrained(tmp_path / "whole")
+    path = write_config(tmp_path, charts)
+    job = [f"model.pretrained={tmp_path}/whole", "model.encoder.config={}", "model.language.config={}"]
+    job += ["data.min_pixels=3136", f"training.steps={steps}", *SET[len(SHALLOW) :]]
+    job += ["lr_scheduler.warmup_steps=0", "optimizer.weight_decay=0.0"]
+    (batches,) = run_ranks(drawn, 1, path, [*layout(), *job], steps)
+    assert not any(meta.num_deferred for _, meta in batches)
+    run_ranks(train, world_size(degrees), path, [*degrees, *job, *DEFERRED])
+    deferred = metrics(tmp_path, "deferred_samples")
+    assert sum(map(bool, deferred.values())) >= steps / 2
+    expected = trained_by_transformers(tmp_path / "whole", batches, lr=3e-3)
+    for ours, theirs in zip(curves(tmp_path), zip(*expected, strict=True), strict=True):
+        worst = max(abs(ours[step] / value - 1) for step, value in enumerate(theirs, 1))
+        assert worst < CURVE_TOLERANCE, (worst, ours, theirs)
 
 
 @pytest.mark.nightly
