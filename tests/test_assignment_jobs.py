@@ -153,7 +153,7 @@ def test_deferred_documents_with_context_parallelism_train_as_the_class_of_trans
     assert not any(meta.num_deferred for _, meta in batches)
     run_ranks(train, world_size(degrees), path, [*degrees, *job, *DEFERRED])
     deferred = metrics(tmp_path, "deferred_samples")
-    assert sum(map(bool, deferred.values())) >= steps / 2
+    assert sum(map(bool, deferred.values())) >= steps / 3
     expected = trained_by_transformers(tmp_path / "whole", batches, lr=3e-3)
     for ours, theirs in zip(curves(tmp_path), zip(*expected, strict=True), strict=True):
         worst = max(abs(ours[step] / value - 1) for step, value in enumerate(theirs, 1))
