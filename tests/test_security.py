@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from mmtrain.commands.cli import main
 from mmtrain.config.data import DataConfig, TokenizerConfig
 from mmtrain.data.conversation_records import CONVERSATIONS
 from mmtrain.data.media import raw_image
 from mmtrain.data.sources import open_source
 from mmtrain.data.tokenizer import SHIPPED, load_tokenizer
 from mmtrain.errors import ConfigError, DataError
+from mmtrain.schedule.recipe.files import schedule_of
+from tests.jobs import write_config
 
 
 class Program:
@@ -98,3 +101,32 @@ def test_code_of_a_tokenizer_is_refused_whatever_the_terminal_says(
     with pytest.raises(ConfigError, match=r"tokenizer\.path = .* cannot be loaded: .*contains custom code"):
         load_tokenizer(TokenizerConfig(path=str(tmp_path / "tokenizer")))
     assert not (tmp_path / "made").exists()
+
+
+# --------------------------------------------------------------------------------------- configs of others
+
+
+def recipe_config(tmp_path: Path, *overrides: str) -> list[str]:
+    """`--config FILE` of a job whose recipe makes a folder `made`."""
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(
+        f"import os\nos.makedirs({str(tmp_path / 'made')!r}, exist_ok=True)\n"
+        "from mmtrain.schedule.recipe import Recipe\n\ndef schedule(P):\n    return Recipe()\n"
+    )
+    path = write_config(tmp_path, tmp_path / "data")
+    schedule = f'--parallelism.pipeline_parallel_schedule="{recipe}"'
+    return ["--config", str(path), schedule, "--parallelism.pipeline_parallel_degree=2", *overrides]
+
+
+def test_looking_at_a_config_runs_no_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = recipe_config(tmp_path)
+    assert main(["config", *words]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert f"pipeline_parallel_schedule = {json.dumps(str(tmp_path / 'recipe.py'))}" in said
+    assert said[-1] == (
+        f"# {str(tmp_path / 'recipe.py')!r} is a program, which is not run here: how it cuts the model is not checked"
+    )
+    assert main(["config", *words, "--model.language.config.num_attention_heads=5"]) == 2, "the model is checked"
+    assert not (tmp_path / "made").exists()
+    schedule_of(str(tmp_path / "recipe.py"), 2)
+    assert (tmp_path / "made").exists(), "it is one that would make a folder"

@@ -8,11 +8,11 @@ into torch's classes.
 import io
 import pickle
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -43,6 +43,16 @@ CLASSES = {
 }
 """Module -> names of what torch writes into metadata, in addition to the dtypes."""
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBytes:
+    """Where a part is: bytes of a file in the checkpoint's folder. The names are those that torch's reader asks for."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: None = None
 
 
 class ForbiddenError(Exception):
@@ -120,13 +130,12 @@ def _index(value: Any) -> MetadataIndex:
     )
 
 
-def _place(value: Any) -> _StorageInfo:
-    """The bytes of a part in a file of the checkpoint's own folder."""
+def _place(value: Any) -> StoredBytes:
     fields = _fields(value, "_StorageInfo")
     name, offset, length = _text(fields["relative_path"]), _count(fields["offset"]), _count(fields["length"])
     if not name or Path(name).name != name:
         raise ValueError(f"bytes {offset} to {offset + length} of {name!r}")
-    return _StorageInfo(name, offset, length)
+    return StoredBytes(name, offset, length)
 
 
 def _size(value: Any) -> torch.Size:

@@ -17,7 +17,7 @@ from mmtrain import __version__
 from mmtrain.commands import allocate, check, generate, plan, profile, report, sample, schedule, simulate
 from mmtrain.commands.local_ranks import RankDiedError, Stopped, train_on_ranks
 from mmtrain.config import config
-from mmtrain.errors import MMTrainError
+from mmtrain.errors import MMTrainError, shown
 from mmtrain.launch.folder_owner import owned
 from mmtrain.launch.processes import check_temporary_folder, end_with_parent, environment, leave
 
@@ -157,11 +157,13 @@ def _train(args: argparse.Namespace) -> int:
     from mmtrain.modality.buckets import check_video
     from mmtrain.modality.readers import check_readable
     from mmtrain.planner.iteration import IterationPlanner
+    from mmtrain.spec.job_files import check_files
 
     check_temporary_folder(job.data.num_workers)
     check_video(job)
     check_readable(job.model)
     IterationPlanner.of(job)  # refuses a model that cannot be built, cut or divided, before any process starts
+    check_files(job.model, job.tokenizer)
     with owned(Path(job.job.dump_folder)):  # refuses a folder that rank 0 could not use
         pass
     train_on_ranks(job)
@@ -222,21 +224,30 @@ def _add_config(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="print a config with all its defaults",
         usage="mmtrain config [-h] --config CONFIG [--section.key=value ...]",
         description="Prints a TOML file resolved: bases, overrides and defaults included. Then checks that its model, "
-        "whose config.json may come from the hub, can be built, cut and divided as it says. Any --section.key=value "
-        "overrides the file.",
+        "whose config.json may come from the hub, can be built, cut and divided as it says, and that local folders "
+        "hold its weights and tokenizer. Runs no program: a recipe is not read. Any --section.key=value overrides the "
+        "file.",
     )
     parser.add_argument("--config", required=True, help="TOML file; a bare name is looked up in configs/")
     parser.set_defaults(run=_config, takes_overrides=True, overrides=[])
 
 
 def _config(args: argparse.Namespace) -> int:
-    from mmtrain.planner.iteration import IterationPlanner
+    from mmtrain.planner.iteration import IterationPlanner, job_spec
+    from mmtrain.schedule.library.names import is_recipe
+    from mmtrain.spec.job_files import check_files
 
     job = config.load(args.config, args.overrides)
     print(config.dump(job), end="", flush=True)
-    planner = IterationPlanner.of(job)  # refuses a model that cannot be built, cut or divided
-    if planner.partition_summary:
-        print(f"\n# {planner.partition_summary}")
+    schedule = job.parallelism.pipeline_parallel_schedule
+    if is_recipe(schedule):
+        job_spec(job)
+        summary = f"{shown(schedule)} is a program, which is not run here: how it cuts the model is not checked"
+    else:
+        summary = IterationPlanner.of(job).partition_summary  # refuses a model that cannot be built, cut or divided
+    check_files(job.model, job.tokenizer)
+    if summary:
+        print(f"\n# {summary}")
     return 0
 
 

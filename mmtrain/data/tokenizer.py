@@ -15,6 +15,7 @@ from mmtrain.config.data import TokenizerConfig
 from mmtrain.config.model import ModelConfig, placeholder
 from mmtrain.errors import ConfigError, one_line
 from mmtrain.spec.hub_files import find_file, local_path, no_folder, read_json, unreachable
+from mmtrain.spec.job_files import check_tokenizer
 from mmtrain.spec.model_configs import language_config
 
 SHIPPED = Path(__file__).resolve().parent.parent / "assets" / "tokenizer"
@@ -78,6 +79,8 @@ def load_tokenizer(section: TokenizerConfig, *, captions: bool = False, model: M
 
     path = section.path or str(SHIPPED_CAPTIONS if captions else SHIPPED)
     folder = local_path("tokenizer.path", path)
+    if folder:
+        check_tokenizer(folder)
     offline = "" if folder else unreachable(path)
     try:
         if section.path:
