@@ -75,24 +75,40 @@ def load_tokenizer(section: TokenizerConfig, *, captions: bool = False, model: M
     Raises: ConfigError: it does not exist, is slow (no character offsets), lacks the image token, or its chat template
         cannot be read or shows no text.
     """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
     path = section.path or str(SHIPPED_CAPTIONS if captions else SHIPPED)
+    tokenizer = read_tokenizer(path)
+    if not section.path:
+        further = model.modules.items() if model is not None else ()
+        tokenizer.add_tokens([placeholder(*item) for item in further], special_tokens=True)
+    added = tokenizer.get_added_vocab()
+    if section.image_token not in added and not captions:
+        likely = ", ".join(token for token in added if "im" in token.lower()) or "none that looks like one"
+        raise ConfigError(
+            f"tokenizer.image_token = {section.image_token!r} is no special token of {path!r}; it has {likely}"
+        )
+    if not captions:
+        tokenizer.chat_template = _chat_template(section, path, tokenizer)
+        content_form(tokenizer)
+    return tokenizer
+
+
+def read_tokenizer(path: str) -> Any:
+    """The fast Hugging Face tokenizer of a folder or hub id. This is the only place that reads one.
+
+    Raises: ConfigError: it does not exist, is slow (no character offsets), is refused, or cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
     folder = local_path("tokenizer.path", path)
     if folder:
         check_tokenizer(folder)
     offline = "" if folder else unreachable(path)
     try:
-        if section.path:
-            tokenizer = AutoTokenizer.from_pretrained(
-                str(folder or path),
-                local_files_only=bool(offline),
-                trust_remote_code=False,  # unset, it asks on a terminal
-            )
-        else:
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
-            further = model.modules.items() if model is not None else ()
-            tokenizer.add_tokens([placeholder(*item) for item in further], special_tokens=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder or path),
+            local_files_only=bool(folder or offline),
+            trust_remote_code=False,  # unset, it asks on a terminal
+        )
     except Exception as error:  # OSError, ValueError, hub client errors: all mean that it cannot be loaded
         reason = offline or one_line(error, 300)
         if not folder:
@@ -106,15 +122,6 @@ def load_tokenizer(section: TokenizerConfig, *, captions: bool = False, model: M
             f"tokenizer.path = {path!r} is a slow tokenizer, which cannot tell where an answer starts; "
             "name one with a tokenizer.json"
         )
-    added = tokenizer.get_added_vocab()
-    if section.image_token not in added and not captions:
-        likely = ", ".join(token for token in added if "im" in token.lower()) or "none that looks like one"
-        raise ConfigError(
-            f"tokenizer.image_token = {section.image_token!r} is no special token of {path!r}; it has {likely}"
-        )
-    if not captions:
-        tokenizer.chat_template = _chat_template(section, path, tokenizer)
-        content_form(tokenizer)
     return tokenizer
 
 

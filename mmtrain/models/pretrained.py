@@ -124,7 +124,7 @@ def _load(
     files = _index(where, section.pretrained, STEMS.get(where, "model"))
     spellings = part_spellings(where, section.pretrained) or tuple({prefix: ""} for prefix in _PREFIXES[model_type])
     spelling = _occurring(files, spellings)
-    names = _module_names(module, _part_names(files, spelling))
+    names = module_names(module, _part_names(files, spelling))
     # A tied head counts under both of its names.
     parameters = module.named_parameters(remove_duplicate=False)
     to_fill = {plain_name(name): parameter for name, parameter in parameters if not is_adapter(name)}
@@ -256,7 +256,7 @@ def _part_names(on_disk: Collection[str], spelling: Spelling) -> dict[str, str]:
     return {new + name.removeprefix(old): name for name, old, new in pairs if name.startswith(old)}
 
 
-def _module_names(module: nn.Module, on_disk: Mapping[str, str]) -> dict[str, str]:
+def module_names(module: nn.Module, on_disk: Mapping[str, str]) -> dict[str, str]:
     """Name in the module -> name on disk, by transformers' own table of renamed parameters.
 
     Args: on_disk: name without the prefix of a larger model -> name on disk.
