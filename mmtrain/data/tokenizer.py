@@ -13,6 +13,7 @@ from typing import Any
 from mmtrain.config.config import Config
 from mmtrain.config.data import TokenizerConfig
 from mmtrain.config.model import ModelConfig, placeholder
+from mmtrain.data.tokenizer_limits import limited
 from mmtrain.errors import ConfigError, one_line
 from mmtrain.spec.hub_files import find_file, local_path, no_folder, read_json, unreachable
 from mmtrain.spec.job_files import check_tokenizer
@@ -95,6 +96,7 @@ def load_tokenizer(section: TokenizerConfig, *, captions: bool = False, model: M
 def read_tokenizer(path: str) -> Any:
     """The fast Hugging Face tokenizer of a folder or hub id. This is the only place that reads one.
 
+    Its templates and its library are limited wherever they are called.
     Raises: ConfigError: it does not exist, is slow (no character offsets), is refused, or cannot be loaded.
     """
     from transformers import AutoTokenizer
@@ -122,7 +124,7 @@ def read_tokenizer(path: str) -> Any:
             f"tokenizer.path = {path!r} is a slow tokenizer, which cannot tell where an answer starts; "
             "name one with a tokenizer.json"
         )
-    return tokenizer
+    return limited(tokenizer)
 
 
 def _chat_template(section: TokenizerConfig, path: str, tokenizer: Any) -> Any:
