@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor
+from transformers import GenerationConfig, LogitsProcessor, TextStreamer
 
 from mmtrain.checkpoint.run_folder import StoredRun, load_module, open_run
 from mmtrain.commands.export_whole import assembled
@@ -26,7 +26,7 @@ from mmtrain.data.processor import Document, Processor, stop_token
 from mmtrain.data.questions import Question, question_before, with_answer
 from mmtrain.data.sources import RecordKind, open_source
 from mmtrain.data.tokenizer import read_tokenizer
-from mmtrain.errors import ConfigError, DataError, MMTrainError, one_line
+from mmtrain.errors import ConfigError, DataError, MMTrainError, for_terminal, one_line
 from mmtrain.modality.metadata import MicrobatchMeta
 from mmtrain.models.reference import ReferenceModel
 from mmtrain.models.whole import class_inputs
@@ -47,6 +47,13 @@ class Sampling:
     top_p: float = 1.0
     """Part of the probability that the tokens hold among which one is drawn."""
     seed: int = 0
+
+
+class Streamer(TextStreamer):
+    """Shows tokens as they come; what they spell may be anything."""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        super().on_finalized_text(for_terminal(text), stream_end)
 
 
 class Answerer(ABC):

@@ -17,7 +17,7 @@ from mmtrain import __version__
 from mmtrain.commands import allocate, check, generate, plan, profile, report, sample, schedule, simulate
 from mmtrain.commands.local_ranks import RankDiedError, Stopped, train_on_ranks
 from mmtrain.config import config
-from mmtrain.errors import MMTrainError, shown
+from mmtrain.errors import MMTrainError, for_terminal, shown
 from mmtrain.launch.folder_owner import owned
 from mmtrain.launch.processes import check_temporary_folder, end_with_parent, environment, leave
 
@@ -93,7 +93,7 @@ def _guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace)
         return _said(str(error), 2)
     except RankDiedError as error:
         if error.text:
-            print(error.text, file=sys.stderr)
+            print(for_terminal(error.text), file=sys.stderr)
         return _said(str(error), error.exit_status)
     except Stopped as stop:
         return stop.exit_status
@@ -109,7 +109,7 @@ def _guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace)
 
 def _said(text: str, status: int) -> int:
     """The status, after the text was printed. Of the processes that torchrun started here, one prints what all say."""
-    report, first = os.environ.get("TORCHELASTIC_ERROR_FILE"), True
+    text, report, first = for_terminal(text), os.environ.get("TORCHELASTIC_ERROR_FILE"), True
     if report is not None:
         with suppress(OSError):  # then each process says it
             first = _is_first(Path(report).parent.parent / f"said-{zlib.crc32(text.encode())}")
@@ -238,7 +238,7 @@ def _config(args: argparse.Namespace) -> int:
     from mmtrain.spec.job_files import check_files
 
     job = config.load(args.config, args.overrides)
-    print(config.dump(job), end="", flush=True)
+    print(for_terminal(config.dump(job)), end="", flush=True)
     schedule = job.parallelism.pipeline_parallel_schedule
     if is_recipe(schedule):
         job_spec(job)
@@ -301,7 +301,7 @@ def _check_parity(args: argparse.Namespace) -> int:
             job = replace(job, data=synthetic_data(job, Path(folder)))
         print(describe(job))
         data = "noise" if noise else "synthetic" if args.synthetic else job.data.description
-        print(f"data    {data}", flush=True)
+        print(for_terminal(f"data    {data}"), flush=True)
         for note in small.notes:
             print(f"changed {note}", flush=True)
         parity = check_parity(job, num_steps=args.steps, tolerance=args.tolerance, noise=noise, say=_progress)

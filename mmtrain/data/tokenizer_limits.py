@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mmtrain.errors import ConfigError, DataError, one_line, shown
+from mmtrain.errors import ConfigError, DataError, MMTrainError, one_line, shown
 
-TEMPLATE_S = 20.0
+TEMPLATE_S = 10.0
 """Seconds of processor time in which a chat template must end: those in use take about a thousandth of one."""
 
 
@@ -31,12 +31,12 @@ class _Limited:
 
     def __call__(self, text: Any, *args: Any, **options: Any) -> Any:
         """As of the class. Raises: DataError: the library gives up on the text."""
-        with _no_panic(text):
+        with _converted(text):
             return super().__call__(text, *args, **options)  # type: ignore[misc]
 
     def decode(self, tokens: Any, *args: Any, **options: Any) -> Any:
         """As of the class. Raises: DataError: the library gives up on the tokens."""
-        with _no_panic(tokens):
+        with _converted(tokens):
             return super().decode(tokens, *args, **options)  # type: ignore[misc]
 
 
@@ -63,14 +63,19 @@ def _time_limit(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def _no_panic(given: Any) -> Iterator[None]:
-    """Converts a panic of the library, which is no `Exception`: say, of a pattern that takes exponential time."""
+def _converted(given: Any) -> Iterator[None]:
+    """Converts errors of the library: of settings that it did not check, and a panic, which is no `Exception`, say of a
+    pattern that takes exponential time."""
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ != "PanicException":
+        if isinstance(error, MMTrainError) or not (isinstance(error, Exception) or _is_panic(error)):
             raise
         raise DataError(
-            f"the tokenizer fails on {shown(given)}: {one_line(error, 200)}; take the tokenizer from the model's own "
-            "authors"
+            f"the tokenizer fails on {shown(given)}: {type(error).__name__}: {one_line(error, 200)}; take the "
+            "tokenizer from the model's own authors"
         ) from None
+
+
+def _is_panic(error: BaseException) -> bool:
+    return type(error).__name__ == "PanicException"  # a class that no module has by name

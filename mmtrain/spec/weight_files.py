@@ -82,7 +82,7 @@ def header(key: str, path: Path) -> Shapes:
         end = 8 + length + max((int(entry["data_offsets"][1]) for entry in table.values()), default=0)
         if num_bytes != end:
             raise ValueError(f"it has {num_bytes} bytes, and its header says {end}")
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise damaged(key, path, error) from None
     return shapes
 
