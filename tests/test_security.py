@@ -4,12 +4,14 @@ import http.server
 import json
 import os
 import pickle
+import re
 import shutil
 import threading
 from pathlib import Path
 
 import pytest
 
+import mmtrain
 from mmtrain.commands.cli import main
 from mmtrain.config.data import DataConfig, TokenizerConfig
 from mmtrain.data.conversation_records import CONVERSATIONS
@@ -130,3 +132,29 @@ def test_looking_at_a_config_runs_no_recipe(tmp_path: Path, capsys: pytest.Captu
     assert not (tmp_path / "made").exists()
     schedule_of(str(tmp_path / "recipe.py"), 2)
     assert (tmp_path / "made").exists(), "it is one that would make a folder"
+
+
+def test_an_error_about_a_name_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "\x1b]0;x\x07\x9bé").mkdir()
+    assert main(["generate", str(tmp_path / "\x1b]0;x\x07\x9bé"), "--prompt", "what?"]) == 2
+    assert "\\u001b]0;x\\u0007\\u009bé has neither config.toml nor config.json" in capsys.readouterr().err
+
+
+CALLS = {
+    r"\.from_pretrained\(": "data/tokenizer.py",
+    r"\bsafe_open\(|\bload_file\(": "models/pretrained.py",
+    r"\bload_dataset(_builder)?\(": "data/sources.py",
+    r"\btorch\.load\(": "checkpoint/files.py commands/parity.py",
+    r"pickle\.(loads?|Unpickler)\b": "checkpoint/stored_metadata.py commands/local_ranks.py",
+    r"hf_hub_download\(|snapshot_download\(": "spec/hub_files.py",
+}
+"""What opens files of somebody -> the files of ours that call it, where the guards are. The pickles of `commands`
+are of a temporary folder of our own."""
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_opens_files_is_called_in_one_place(call: str) -> None:
+    package = Path(mmtrain.__file__).parent
+    code = {path: re.sub(r"`[^`]*`", "", path.read_text()) for path in package.rglob("*.py")}
+    found = sorted(path.relative_to(package).as_posix() for path, text in code.items() if re.search(call, text))
+    assert " ".join(found) == CALLS[call]

@@ -63,6 +63,8 @@ class _Inert:
     """An object of a pickle: its arguments and its state, of no type that can be relied on."""
 
     __slots__ = ("args", "state")
+    args: tuple[Any, ...]
+    state: Any
 
     def __new__(cls, *args: Any) -> "_Inert":
         made = super().__new__(cls)

@@ -139,7 +139,7 @@ def _answers(folder: Path, last_step: int) -> Mapping[str, Any]:
     """The newest answers up to the last step."""
     numbered = _by_step(folder, last_step)
     record = _read_json(numbered[max(numbered)]) if numbered else None
-    if not _fits(record, {"step": int, "answers": list}):
+    if record is None or not _fits(record, {"step": int, "answers": list}):
         return {}
     return {"step": record["step"], "answers": [row for row in record["answers"] if _fits(row, _ANSWER)]}
 

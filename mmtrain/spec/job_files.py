@@ -6,7 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from mmtrain.config.data import TokenizerConfig
-from mmtrain.config.model import ModelConfig, projector_section, section_of
+from mmtrain.config.model import (
+    DitConfig,
+    EncoderConfig,
+    LanguageConfig,
+    ModelConfig,
+    VaeConfig,
+    projector_section,
+    section_of,
+)
 from mmtrain.errors import ConfigError
 from mmtrain.spec.hub_files import local_path, read_json
 from mmtrain.spec.weight_files import STEMS, check_weight_files
@@ -32,6 +40,7 @@ def check_files(model: ModelConfig, tokenizer: TokenizerConfig) -> None:
 
 def _folders(model: ModelConfig) -> Iterator[tuple[str, str]]:
     """(section, folder or hub id) of all weights that a job reads."""
+    sections: list[tuple[str, EncoderConfig | LanguageConfig | DitConfig | VaeConfig | None]]
     sections = [(section_of(name), encoder) for name, encoder in model.encoders.items()]
     sections += [("model.language", model.language), ("model.dit", model.dit), ("model.vae", model.vae)]
     for where, section in sections:
