@@ -15,8 +15,8 @@ from mmtrain.config.data import TokenizerConfig
 from mmtrain.config.model import ModelConfig, placeholder
 from mmtrain.data.tokenizer_limits import limited
 from mmtrain.errors import ConfigError, one_line
-from mmtrain.spec.hub_files import find_file, local_path, no_folder, read_json, unreachable
-from mmtrain.spec.job_files import check_tokenizer
+from mmtrain.spec.hub_files import fetched, find_file, local_path, no_folder, read_json, unreachable
+from mmtrain.spec.job_files import check_steps, check_tokenizer
 from mmtrain.spec.model_configs import language_config
 
 SHIPPED = Path(__file__).resolve().parent.parent / "assets" / "tokenizer"
@@ -106,11 +106,15 @@ def read_tokenizer(path: str) -> Any:
         check_tokenizer(folder)
     offline = "" if folder else unreachable(path)
     try:
+        if not folder and (steps := fetched(path, "tokenizer.json", offline=bool(offline))):
+            check_steps(steps)
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder or path),
             local_files_only=bool(folder or offline),
             trust_remote_code=False,  # unset, it asks on a terminal
         )
+    except ConfigError:
+        raise
     except Exception as error:  # OSError, ValueError, hub client errors: all mean that it cannot be loaded
         reason = offline or one_line(error, 300)
         if not folder:

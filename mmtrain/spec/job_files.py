@@ -62,8 +62,13 @@ def check_tokenizer(folder: Path) -> None:
             f"tokenizer.path: {folder} has no tokenizer; add the model's tokenizer.json and tokenizer_config.json, or "
             "name another folder in tokenizer.path"
         )
-    path = folder / "tokenizer.json"
-    steps = read_json("tokenizer.path", path) if path.is_file() else {}
+    if (folder / "tokenizer.json").is_file():
+        check_steps(folder / "tokenizer.json")
+
+
+def check_steps(path: Path) -> None:
+    """The same of a tokenizer.json alone."""
+    steps = read_json("tokenizer.path", path)
     for kind in ("normalizer", "pre_tokenizer", "decoder"):
         growth = _growth(steps.get(kind))
         if growth > MOST_GROWTH:

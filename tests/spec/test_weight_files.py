@@ -158,3 +158,16 @@ def test_a_step_that_grows_text_without_limit_is_refused(tmp_path: Path, steps: 
     folder = tokenizer(tmp_path, **steps)
     with pytest.raises(ConfigError, match=r"tokenizer\.json is refused: its \w+ may make \d.* characters of one"):
         load_tokenizer(TokenizerConfig(path=str(folder)))
+
+
+def test_a_tokenizer_of_the_hub_is_checked_as_one_of_a_folder_is(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("mmtrain.data.tokenizer.unreachable", lambda source: "no network")
+    cached = tmp_path / "models--them--theirs"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("abc")
+    tokenizer(tmp_path, normalizer=EVERYWHERE).rename(tmp_path / "abc")
+    (cached / "snapshots").mkdir()
+    (tmp_path / "abc").rename(cached / "snapshots" / "abc")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is refused: its normalizer may make 1\.0e\+03 characters"):
+        load_tokenizer(TokenizerConfig(path="them/theirs"))
