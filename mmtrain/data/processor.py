@@ -21,7 +21,7 @@ from mmtrain.data.conversation_records import PARTS, Record, kind_of, placeholde
 from mmtrain.data.media import RawImage, RawMedium, check_text
 from mmtrain.data.media_readers import Items, Readers
 from mmtrain.data.tokenizer import content_form
-from mmtrain.errors import DataError, one_line, shown
+from mmtrain.errors import ConfigError, DataError, one_line, shown
 from mmtrain.modality.metadata import DocumentMeta, ImageMeta, sample_name
 from mmtrain.models.batch import IGNORE_INDEX
 
@@ -259,6 +259,8 @@ class Processor:
             text: str = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=add_generation_prompt
             )
+        except ConfigError:  # it does not end
+            raise
         except Exception as error:  # templates are programs: jinja errors, and any error of their filters
             raise DataError(f"{where}: the chat template refuses it: {one_line(error)}") from None
         return text
