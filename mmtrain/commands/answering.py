@@ -22,7 +22,7 @@ from mmtrain.config.whole_model import SOUND, with_parts
 from mmtrain.data.conversation_records import CONVERSATIONS, Record, kinds_of, placeholder, record_kind
 from mmtrain.data.conversations import ReadDocument, make_processor, packed
 from mmtrain.data.media import RawMedium, raw_image, raw_sound, raw_video
-from mmtrain.data.processor import Document, Processor, stop_token
+from mmtrain.data.processor import Document, Processor
 from mmtrain.data.questions import Question, question_before, with_answer
 from mmtrain.data.sources import RecordKind, open_source
 from mmtrain.errors import ConfigError, DataError
@@ -53,7 +53,7 @@ class Answerer(ABC):
     def __init__(self, processor: Processor, kind: RecordKind[Record] = CONVERSATIONS) -> None:
         """Args: kind: of the records that the model reads."""
         self._processor, self.kind, self.tokenizer = processor, kind, processor.tokenizer
-        self._stop = stop_token(self.tokenizer)
+        self._stop = processor.ending.token
 
     @staticmethod
     def of(source: Path, step: int | None = None) -> "Answerer":
@@ -135,7 +135,7 @@ class _WholeModel(Answerer):
             max_new_tokens=sampling.max_new_tokens,
             do_sample=bool(sampling.temperature),
             eos_token_id=self._stop,
-            pad_token_id=self._stop,
+            pad_token_id=self._stop or 0,  # of one sequence nothing is padded
             streamer=streamer,
             **drawn,
         )

@@ -6,7 +6,7 @@ A kind of content is a class here, and a row in the table that `make_readers` ma
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -27,7 +27,11 @@ from mmtrain.modality.sounds import SoundRules, sound_rules
 from mmtrain.modality.videos import VIDEO_ENCODERS, VideoRules, video_rules
 from mmtrain.spec.hub_files import processor_config
 from mmtrain.spec.model_configs import encoder_config
+from mmtrain.spec.modules import whole_kind
 from mmtrain.spec.vision_shapes import vision_shape
+
+VISION_MARKERS = ("<|vision_start|>", "<|vision_end|>")
+"""Tokens around those of an image or video, as Qwen-VL was trained."""
 
 
 class Items(NamedTuple):
@@ -42,8 +46,8 @@ class Items(NamedTuple):
 class MediaReader(ABC):
     """One kind of content, as an encoder reads it."""
 
-    markers: ClassVar[tuple[str, str]]
-    """Tokens around the tokens of an item, where the tokenizer has both."""
+    markers: tuple[str, str]
+    """Tokens around the tokens of an item, where the tokenizer has both and the chat template does not show items."""
     token: str
     """The token that each of its features replaces."""
     module: str
@@ -71,7 +75,7 @@ class MediaReader(ABC):
 class ImageReader(MediaReader):
     """Images of one encoder."""
 
-    markers = ("<|vision_start|>", "<|vision_end|>")
+    markers: tuple[str, str] = VISION_MARKERS
     token: str
     module: str = "vision"
     geometry: ImageGeometry
@@ -97,7 +101,7 @@ class ImageReader(MediaReader):
 class VideoReader(MediaReader):
     """Videos of one encoder."""
 
-    markers = ImageReader.markers
+    markers: tuple[str, str] = VISION_MARKERS
     token: str
     module: str = "vision"
     geometry: ImageGeometry
@@ -149,7 +153,7 @@ class VideoReader(MediaReader):
 class SoundReader(MediaReader):
     """Sounds of one encoder."""
 
-    markers = ("<|audio_bos|>", "<|audio_eos|>")
+    markers: tuple[str, str] = ("<|audio_bos|>", "<|audio_eos|>")
     token: str
     module: str
     rules: SoundRules
@@ -262,6 +266,8 @@ def make_readers(config: Config, vocabulary: Mapping[str, int]) -> Readers:
         else:
             geometry, rules = image_rules(config, module)
             of_kind[kind] = ImageReader(token=token, module=module, geometry=geometry, rules=rules, data=data)
+    if whole_kind(model) == "llava":  # whose processor knows no markers
+        of_kind = {kind: replace(reader, markers=("", "")) for kind, reader in of_kind.items()}  # type: ignore[type-var]
     return Readers(of_kind=of_kind, unread=unread)
 
 

@@ -20,7 +20,6 @@ from mmtrain.data.conversations import Conversations, ReadDocument
 from mmtrain.data.loader import Step
 from mmtrain.data.media import RawMedium
 from mmtrain.data.packing import LoaderState
-from mmtrain.data.processor import stop_token
 from mmtrain.errors import DataError
 from mmtrain.modality.metadata import DocumentMeta, IterationMeta, sample_name
 from mmtrain.models.batch import IGNORE_INDEX
@@ -115,7 +114,7 @@ class Decoding:
         self._config, self._dp_rank, self._dp_degree = config, dp_rank, dp_degree
         self._samples = Conversations(config, config.data.validation_split)
         self._processor = self._samples.processor
-        self._stop = stop_token(self._processor.tokenizer)
+        self._stop = self._processor.ending.token
         self._asked = list(self._read())
         if not self._asked:
             raise DataError(

@@ -422,7 +422,7 @@ def test_the_newest_or_a_named_checkpoint(tmp_path, capsys):
 def test_generation_settings_of_the_source_are_kept(tmp_path):
     save_run(tmp_path / "first", model_config(None))
     export(tmp_path / "first", tmp_path / "source")
-    settings = {"eos_token_id": 7, "temperature": 0.25, "do_sample": True}
+    settings = {"eos_token_id": [7, 2], "temperature": 0.25, "do_sample": True}  # 2: <|im_end|>
     (tmp_path / "source/language/generation_config.json").write_text(json.dumps(settings))
     base = model_config(None)
     section = dataclasses.replace(base.language, config={}, pretrained=str(tmp_path / "source/language"))

@@ -67,7 +67,7 @@ def targets(processor: Processor, document: Document) -> list[str]:
 def test_only_answers_and_their_end_are_targets(name: str) -> None:
     processor = make_processor(TEMPLATES[name])
     document = processor.document(record("<image>What colour?", "blue", "And now?", "a red pie", images=1))
-    end = {"inst": "<|endoftext|>", "parts": ""}.get(name, "<|im_end|>")
+    end = {"inst": "<|endoftext|>"}.get(name, "<|im_end|>")
     assert [t.strip() for t in targets(processor, document)] == [f"blue{end}", f"a red pie{end}"]
 
 
