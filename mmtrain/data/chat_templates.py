@@ -50,6 +50,30 @@ def answer_ending(tokenizer: Any) -> Ending:
     return Ending(None if token is None else int(token), behind, 0)
 
 
+def prompt_notes(tokenizer: Any) -> Iterator[str]:
+    """What the log of a job says about its chat template: answers do not end, or do not begin where prompts end."""
+    if answer_ending(tokenizer).token is None:
+        yield (
+            "no token ends an answer: the chat template writes no special token behind one, and the tokenizer has no "
+            "eos_token, so a model does not learn to stop; name another template in tokenizer.chat_template"
+        )
+    user, assistant = (content_form(tokenizer, role) for role in ("user", "assistant"))
+    question = {"role": "user", "content": user("What?")}
+    try:
+        prompt: str = tokenizer.apply_chat_template([question], tokenize=False, add_generation_prompt=True)
+        answered = [question, {"role": "assistant", "content": assistant("red")}]
+        whole: str = tokenizer.apply_chat_template(answered, tokenize=False)
+    except Exception:  # templates are programs; a record that one refuses is named
+        return
+    before, after = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, whole))
+    if whole.startswith(prompt) and after[: len(before)] != before:
+        yield (
+            f"the chat template's prompt ends with {prompt[-12:]!r}, whose last characters the tokenizer joins to the "
+            "first word of an answer: training sees them as one token, a prompt without it; remove white space at the "
+            "end of the prompt in tokenizer.chat_template"
+        )
+
+
 class Placeholder(NamedTuple):
     """What stands for an item of a kind in a text that the tokenizer reads."""
 
