@@ -97,7 +97,7 @@ class Answerer(ABC):
         torch.manual_seed(sampling.seed)
         with torch.no_grad():
             tokens = self._answer(self._processor.prompt(record), sampling, streamer)
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True)).strip()
+        return self._processor.answer([int(token) for token in tokens])
 
     @abstractmethod
     def _answer(self, document: Document, sampling: Sampling, streamer: Any) -> Sequence[int] | Tensor:

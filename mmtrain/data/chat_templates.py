@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from mmtrain.data.conversation_records import placeholder
 from mmtrain.data.tokenizer import PROBE, content_form, one_part
+from mmtrain.errors import MMTrainError
 
 Part = dict[str, Any]
 """`type`, and for a text `text`."""
@@ -37,10 +38,7 @@ def answer_ending(tokenizer: Any) -> Ending:
     tokenizer's end of text."""
     user, assistant = (content_form(tokenizer, role) for role in ("user", "assistant"))
     messages = [{"role": "user", "content": user("?")}, {"role": "assistant", "content": assistant(PROBE)}]
-    try:
-        behind: str = tokenizer.apply_chat_template(messages, tokenize=False).rpartition(PROBE)[2]
-    except Exception:  # templates are programs; one that refuses this may take other conversations
-        behind = ""
+    behind = (_rendered(tokenizer, messages) or "").rpartition(PROBE)[2]
     text = behind.lstrip()
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     for token, (_, end) in zip(encoded["input_ids"][:1], encoded["offset_mapping"][:1], strict=True):
@@ -59,14 +57,12 @@ def prompt_notes(tokenizer: Any) -> Iterator[str]:
         )
     user, assistant = (content_form(tokenizer, role) for role in ("user", "assistant"))
     question = {"role": "user", "content": user("What?")}
-    try:
-        prompt: str = tokenizer.apply_chat_template([question], tokenize=False, add_generation_prompt=True)
-        answered = [question, {"role": "assistant", "content": assistant("red")}]
-        whole: str = tokenizer.apply_chat_template(answered, tokenize=False)
-    except Exception:  # templates are programs; a record that one refuses is named
-        return
+    prompt = _rendered(tokenizer, [question], add_generation_prompt=True)
+    whole = _rendered(tokenizer, [question, {"role": "assistant", "content": assistant("red")}])
+    if prompt is None or whole is None or not whole.startswith(prompt):
+        return  # which is said of a record
     before, after = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, whole))
-    if whole.startswith(prompt) and after[: len(before)] != before:
+    if after[: len(before)] != before:
         yield (
             f"the chat template's prompt ends with {prompt[-12:]!r}, whose last characters the tokenizer joins to the "
             "first word of an answer: training sees them as one token, a prompt without it; remove white space at the "
@@ -151,6 +147,16 @@ class ChatTemplate:
         return self.forms[role]("".join(part["text"] for part in parts))
 
 
+def _rendered(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> str | None:
+    """What the tokenizer's chat template makes of messages; None: it refuses them. Args: options: of its method."""
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+    except MMTrainError:
+        raise
+    except Exception:  # templates are programs: jinja errors, and any error of their filters
+        return None
+
+
 def _text(text: str) -> Iterator[Part]:
     if text:
         yield {"type": "text", "text": text}
@@ -160,16 +166,11 @@ def _around(tokenizer: Any, kind: str, placeholders: Mapping[str, Placeholder]) 
     """(what a template writes between an item and the text behind it, whether it shows an item behind a text before
     it); None: it shows no item of the kind, or not as one placeholder."""
     item, text = {"type": kind}, {"type": "text", "text": PROBE}
-    token = placeholders[kind].token
+    token, tokens = placeholders[kind].token, {other.token for other in placeholders.values()}
     behind = []
     for content in ([item, text], [text, item]):
-        try:
-            shown: str = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
-        except Exception:  # templates are programs: jinja errors, and any error of their filters
-            return None
-        if PROBE not in shown or [shown.count(other.token) for other in placeholders.values()] != [
-            int(other.token == token) for other in placeholders.values()
-        ]:
+        shown = _rendered(tokenizer, [{"role": "user", "content": content}])
+        if shown is None or PROBE not in shown or any(shown.count(t) != (t == token) for t in tokens):
             return None
         behind.append(shown.partition(token)[2].partition(PROBE))
     return behind[0][0], bool(behind[1][1])

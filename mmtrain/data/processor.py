@@ -98,6 +98,11 @@ class Processor:
         messages = [self._message(where, m) for m in record.messages]
         return self._tokenized(where, record, self._template(where, messages, add_generation_prompt=True), [])
 
+    def answer(self, tokens: Sequence[int]) -> str:
+        """The text of the tokens that follow a prompt, without the one that ends the answer."""
+        ended = len(tokens) > 0 and tokens[-1] == self.ending.token
+        return str(self.tokenizer.decode(tokens[: len(tokens) - ended], skip_special_tokens=True)).strip()
+
     def _tokenized(self, where: str, record: Record, text: str, spans: list[tuple[int, int]]) -> Document:
         """Args: spans: characters of each answer."""
         self._check_kinds(where, record)

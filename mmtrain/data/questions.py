@@ -141,7 +141,7 @@ class Decoding:
 
     def _answer(self, asked: _Asked) -> Answer:
         record, reference = asked.question
-        text = str(self._processor.tokenizer.decode(asked.tokens, skip_special_tokens=True)).strip()
+        text = self._processor.answer(asked.tokens)
         images = []
         for image in self._processor.images(asked.read.document):
             image.thumbnail((THUMBNAIL, THUMBNAIL))
