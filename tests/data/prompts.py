@@ -17,7 +17,14 @@ from tests.data.sound_files import wav
 
 IMAGES = {"a.png": (84, 56), "b.png": (56, 56)}
 SOUNDS = {"a.wav": 0.4, "b.wav": 0.7}
+FRAMES = np.random.default_rng(1).integers(0, 256, (7, 56, 84, 3), np.uint8)
+"""Of walk.npy."""
 AREA = {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 16}
+VIDEO = {
+    "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 64}, "patch_size": 14, "merge_size": 2,
+    "temporal_patch_size": 2, "do_sample_frames": True, "fps": 2.0, "min_frames": 4, "max_frames": 768,
+    "cap_pixels_per_frame": False,
+}  # fmt: skip
 
 _QWEN = (  # as of Qwen2-VL and Qwen3-VL: text or parts, markers around images, numbers if asked for
     "{% set seen = namespace(images=0, videos=0) %}{% for m in messages %}"
@@ -122,6 +129,7 @@ def save_folder(family: str, folder: Path, template: str = "", *, weights: bool 
             setattr(model.config, key, ids(token))
         image = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "merge_size": 2, **AREA}
         (folder / "preprocessor_config.json").write_text(json.dumps(image | {"temporal_patch_size": 2}))
+        (folder / "video_preprocessor_config.json").write_text(json.dumps(VIDEO))
     model.save_pretrained(folder) if weights else model.config.save_pretrained(folder)
 
 
@@ -145,14 +153,15 @@ def processor_of(family: str, folder: Path, monkeypatch: Any) -> Any:
     made.__init__(
         image_processor=transformers.AutoImageProcessor.from_pretrained(folder),
         tokenizer=transformers.AutoTokenizer.from_pretrained(folder),
-        video_processor=videos(size={"shortest_edge": AREA["min_pixels"], "longest_edge": AREA["max_pixels"]}),
+        video_processor=videos(**VIDEO),
         chat_template=values.get("chat_template"),
     )
     return made
 
 
 def write_media(folder: Path) -> None:
-    """Images and sounds that records name."""
+    """Images, sounds and a video that records name."""
+    np.save(folder / "walk.npy", FRAMES)
     rng = np.random.default_rng(0)
     for name, size in IMAGES.items():
         Image.fromarray(rng.integers(0, 256, (size[1], size[0], 3), np.uint8)).save(folder / name)

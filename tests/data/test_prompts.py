@@ -3,6 +3,7 @@ in training, for validation answers and `mmtrain generate`, and from the exporte
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from mmtrain.data.questions import question_before
 from mmtrain.data.sources import open_source
 from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.models.batch import IGNORE_INDEX
-from tests.data.prompts import FAMILIES, TEMPLATES, job, make_tokenizer, processor_of, save_folder, write_media
+from tests.data.prompts import FAMILIES, FRAMES, TEMPLATES, job, make_tokenizer, processor_of, save_folder, write_media
 
 TEXT, MORE, ANSWER, SECOND = ({"type": "text", "text": text} for text in ("What colour?", "And now", "red", "a bar"))
 KINDS = {"qwen": "image", "llava": "image", "audio": "audio"}
@@ -110,6 +111,28 @@ def test_a_line_break_beside_a_placeholder_is_the_one_that_the_template_writes(t
         expected = theirs(made, parts, tmp_path, strings=False)
         for record in read(config):
             assert ours.document(record).input_ids.tolist() == expected
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_tokens_of_videos_are_those_of_the_processor(tmp_path, monkeypatch, family: str) -> None:
+    """Qwen3-VL was trained without the markers around all patches in time, which its processor of 5.23 leaves there."""
+    write_media(tmp_path)
+    save_folder(family, tmp_path / "whole", TEMPLATES["qwen"]["own"])
+    video = {"type": "video", "video": "walk.npy"}
+    talk = messages_of([[TEXT, video], [ANSWER], [{"type": "image", "image": "a.png"}, MORE, video], [SECOND]])
+    config = job(family, tmp_path, [{"messages": talk, "fps": 4.0}])
+    ours, made = make_processor(config), processor_of(family, tmp_path / "whole", monkeypatch)
+    expected = made(
+        text=[made.apply_chat_template(talk)], images=[str(tmp_path / "a.png")], videos=[FRAMES, FRAMES],
+        video_metadata=[{"total_num_frames": len(FRAMES), "fps": 4.0}] * 2,
+    )["input_ids"][0]  # fmt: skip
+    text = ours.tokenizer.decode(expected)
+    if family == "qwen3_vl":
+        text, count = re.subn(r"<\|vision_start\|>(<[\d.]+ seconds>.*?)<\|vision_end\|>(?!<\d)", r"\1", text)
+        assert count == 2
+    document = ours.document(read(config)[0])
+    assert ours.tokenizer.decode(document.input_ids) == text
+    assert family == "qwen3_vl" or document.input_ids.tolist() == expected
 
 
 FILES = ("tokenizer_config.json", "chat_template.jinja", "chat_template.json", "processor_config.json")
