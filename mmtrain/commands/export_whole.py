@@ -2,9 +2,10 @@
 
 OUT/config.json, model*.safetensors     what the whole class's `from_pretrained` reads, and `[model] pretrained` here;
                                         names of weights are those that they were loaded with
-OUT/tokenizer*, chat_template.jinja     the tokenizer with its template
+OUT/tokenizer*, chat_template.jinja     the tokenizer with the chat template that made the prompts of training
 OUT/preprocessor_config.json, ...       the image processor, with the sizes and colours that the job used, or the
-                                        feature extractor of sound; generation settings as they came with the model
+                                        feature extractor of sound; generation settings as they came with the model,
+                                        and the token that ends answers
 OUT/adapter                             low-rank adapters, for `peft`; absent where they were merged into the weights
 """
 
