@@ -67,8 +67,8 @@ class TokenizerConfig:
     video_token: str = "<|video_pad|>"
     """The token that stands for one feature of a video; conversations with videos need it in the vocabulary."""
     chat_template: str = ""
-    """File with a chat template (Jinja, or JSON with the key chat_template) in place of the tokenizer's own; empty: that
-    which transformers' processor of the tokenizer's folder takes, else ChatML."""
+    """File with a chat template (Jinja, or JSON with the key chat_template) in place of the tokenizer's own; empty: the
+    one that transformers' processor of the tokenizer's folder takes, else ChatML."""
 
     def __post_init__(self) -> None:
         not_empty("tokenizer", self, "image_token", "video_token")

@@ -266,7 +266,8 @@ def make_readers(config: Config, vocabulary: Mapping[str, int]) -> Readers:
         else:
             geometry, rules = image_rules(config, module)
             of_kind[kind] = ImageReader(token=token, module=module, geometry=geometry, rules=rules, data=data)
-    if whole_kind(model) == "llava":  # whose processor knows no markers
+    projectors = {model.projector_of(name).kind for name in model.encoders}
+    if projectors == {"llava"} and whole_kind(model) == "llava":  # whose processor knows no markers
         of_kind = {kind: replace(reader, markers=("", "")) for kind, reader in of_kind.items()}  # type: ignore[type-var]
     return Readers(of_kind=of_kind, unread=unread)
 

@@ -114,7 +114,7 @@ class Processor:
         turn = np.full(len(ids), -1, np.int64)  # index of the answer that a token belongs to
         for index, (begin, end) in enumerate(spans):
             turn[(ends > begin) & (starts < end)] = index
-        last = [int(np.flatnonzero(turn == index)[-1]) for index in range(len(spans)) if (turn == index).any()]
+        last = [int(np.flatnonzero(starts < end)[-1]) for _, end in spans]
 
         at = np.flatnonzero(np.isin(ids, list(self.token_ids.values())))
         images = tuple(image for item in measured for image in item.images)
@@ -139,11 +139,12 @@ class Processor:
     def _encoded(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """[T] ids, and where in the text each token starts and ends, of 0 characters for one that is not of the text.
 
-        As processors of transformers do it, the tokenizer adds its special tokens unless the text begins with them. One
-        that it adds at the end is left out: it would stand between a prompt and its answer.
+        As in processors of transformers, the tokenizer adds its special tokens unless the text begins with them. One at
+        the end is left out: it would stand between a prompt and its answer.
         """
         begin = self.tokenizer.bos_token
         written = begin is not None and text.startswith(begin)
+        written = written or not self.readers.of_kind  # a tokenizer adds none to its chat template
         options = {"return_offsets_mapping": True, "return_special_tokens_mask": True, "verbose": False}
         encoded = self.tokenizer(text, add_special_tokens=not written, **options)
         ids = np.array(encoded["input_ids"], np.int64)

@@ -258,6 +258,16 @@ def test_each_answer_ends_with_the_token_that_stops_decoding(name: str) -> None:
     assert processor.ending.token not in processor.prompt(record("a")).input_ids[-3:]
 
 
+@pytest.mark.parametrize(("answer", "learnt"), [("", ""), ("like <image>", "like <|vision_start|><|vision_end|>")])
+def test_an_answer_without_text_at_its_end_has_the_token_too(answer: str, learnt: str) -> None:
+    text = "{% for m in messages %}{{ m.role }}:" + "{{ m.content }} {% endfor %}"
+    processor = make_processor(text + "{% if add_generation_prompt %}assistant:{% endif %}", eos_token="<|endoftext|>")
+    document = processor.document(record("a", answer, "b", "red", images=answer.count("image")))
+    assert targets(processor, document) == [f"{learnt}<|endoftext|>", "red<|endoftext|>"]
+    stops = np.flatnonzero(document.labels == processor.ending.token)
+    assert processor.tokenizer.decode(document.input_ids[: stops[0] + 1]).endswith("<|vision_end|>" if answer else "t:")
+
+
 def test_an_end_that_nothing_writes_is_one_line() -> None:
     text = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
     silent = make_processor(text + "{% if add_generation_prompt %}assistant: {% endif %}", eos_token=None)

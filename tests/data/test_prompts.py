@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, LlavaProcessor, Qwen2AudioProcessor
 from mmtrain.config.data import TokenizerConfig
 from mmtrain.data.conversation_records import Record, kinds_of, record_kind
 from mmtrain.data.conversations import make_processor
+from mmtrain.data.media_readers import Readers
 from mmtrain.data.processor import Document, Processor, stop_token
 from mmtrain.data.questions import question_before
 from mmtrain.data.sources import open_source
@@ -111,6 +112,30 @@ def test_a_line_break_beside_a_placeholder_is_the_one_that_the_template_writes(t
         expected = theirs(made, parts, tmp_path, strings=False)
         for record in read(config):
             assert ours.document(record).input_ids.tolist() == expected
+
+
+def test_images_of_a_llava_have_no_markers_though_its_tokenizer_has_them(tmp_path, monkeypatch) -> None:
+    write_media(tmp_path)
+    template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}</s>{% endfor %}"
+    save_folder("llava", tmp_path / "whole", template, begins=True)
+    config = job(
+        "llava", tmp_path, [{"messages": messages_of([[TEXT, {"type": "image", "image": "a.png"}], [ANSWER]])}]
+    )
+    ours, made = make_processor(config), processor_of("llava", tmp_path / "whole", monkeypatch)
+    assert "<|vision_start|>" in ours.tokenizer.get_vocab()
+    expected = made(text="user: What colour?<image></s>assistant: red</s>", images=[str(tmp_path / "a.png")])
+    assert ours.document(read(config)[0]).input_ids.tolist() == expected["input_ids"][0]
+
+
+def test_a_model_that_reads_text_alone_has_the_tokens_of_its_tokenizer(tmp_path) -> None:
+    for name, template in (("with", "{{ bos_token }}"), ("without", "")):
+        template += "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+        tokenizer = make_tokenizer(tmp_path / name, template, begins=True)
+        messages = ({"role": "user", "content": "What colour?"}, {"role": "assistant", "content": "red"})
+        expected = tokenizer.apply_chat_template(list(messages), return_dict=False)
+        ours = Processor(tokenizer, Readers(of_kind={}, unread={}))
+        found = ours.document(Record(sample=0, messages=messages, images=()))
+        assert found.input_ids.tolist() == expected and (tokenizer.bos_token_id in expected) == (name == "with")
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
