@@ -19,6 +19,7 @@ from mmtrain.data.questions import question_before
 from mmtrain.data.sources import open_source
 from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.models.batch import IGNORE_INDEX
+from mmtrain.observe.run_record import log_prompts
 from tests.data.prompts import FAMILIES, FRAMES, TEMPLATES, job, make_tokenizer, processor_of, save_folder, write_media
 
 TEXT, MORE, ANSWER, SECOND = ({"type": "text", "text": text} for text in ("What colour?", "And now", "red", "a bar"))
@@ -136,6 +137,19 @@ def test_a_model_that_reads_text_alone_has_the_tokens_of_its_tokenizer(tmp_path)
         ours = Processor(tokenizer, Readers(of_kind={}, unread={}))
         found = ours.document(Record(sample=0, messages=messages, images=()))
         assert found.input_ids.tolist() == expected and (tokenizer.bos_token_id in expected) == (name == "with")
+
+
+def test_the_log_of_a_job_says_that_its_answers_do_not_end(tmp_path, caplog) -> None:
+    caplog.set_level("INFO", "mmtrain")
+    for eos in ("</s>", None):
+        folder = tmp_path / str(eos).strip("</>")
+        folder.mkdir()
+        save_folder("llava", folder / "whole", TEMPLATES["llava"]["own"], eos=eos)
+        log_prompts(job("llava", folder, []))
+        assert len(caplog.messages) == (eos is None)
+    assert caplog.messages[0].startswith(
+        "no token ends an answer: the chat template writes no special token behind one"
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
