@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -95,12 +95,18 @@ class ChatTemplate:
     """Kinds behind which the template writes a line break."""
     moved: frozenset[str]
     """Kinds that the template shows before the text, wherever they are."""
+    kinds: frozenset[str]
+    """Those that the model reads."""
     placeholders: re.Pattern[str]
     """What stands for an item in the text of a record, with the backslash before one that is text."""
 
     @classmethod
-    def of(cls, tokenizer: Any, placeholders: Mapping[str, Placeholder], roles: tuple[str, ...]) -> "ChatTemplate":
-        """The template of a tokenizer. Args: placeholders: of each kind that the model reads.
+    def of(
+        cls, tokenizer: Any, placeholders: Mapping[str, Placeholder], roles: Iterable[str], unread: Iterable[str] = ()
+    ) -> "ChatTemplate":
+        """The template of a tokenizer.
+
+        Args: placeholders: of each kind that the model reads. roles: of messages. unread: kinds that are text for it.
 
         Raises: ConfigError: it shows no text.
         """
@@ -111,14 +117,14 @@ class ChatTemplate:
         if len(shown) < len(placeholders):
             strings = [role for role, form in forms.items() if form is not one_part]
             template = _writing_parts(placeholders, sorted(shown), strings) + template
+        marks = [re.escape(placeholder(kind)) for kind in (*placeholders, *unread)]
         return cls(
             text=template,
             forms=forms,
             breaks=frozenset(kind for kind, (behind, _) in shown.items() if behind.endswith("\n")),
             moved=frozenset(kind for kind, (_, moves) in shown.items() if moves),
-            placeholders=re.compile(
-                rf"(\\?)({'|'.join(re.escape(placeholder(kind)) for kind in placeholders) or '(?!)'})"
-            ),
+            kinds=frozenset(placeholders),
+            placeholders=re.compile(rf"(\\?)({'|'.join(marks) or '(?!)'})"),
         )
 
     def parts(self, text: str) -> Iterator[Part]:
@@ -131,7 +137,7 @@ class ChatTemplate:
         for mark in self.placeholders.finditer(text):
             before += text[begin : mark.start()]
             begin, kind = mark.end(), mark[2][1:-1]
-            if mark[1]:
+            if mark[1] or kind not in self.kinds:
                 before += mark[2]
                 continue
             yield from _text(before.removesuffix("\n") if kind in self.moved else before)

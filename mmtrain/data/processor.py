@@ -67,7 +67,7 @@ class Processor:
         }
         self._roles = (*ROLES, "tool") if re.search("""["']tool["']""", str(tokenizer.chat_template)) else ROLES
         placeholders = {kind: Placeholder(r.token, self._texts[kind]) for kind, r in readers.of_kind.items()}
-        self.template = ChatTemplate.of(tokenizer, placeholders, self._roles)
+        self.template = ChatTemplate.of(tokenizer, placeholders, self._roles, readers.unread)
         self.ending: Ending = answer_ending(tokenizer)
         choices = ((k, {self._texts[k]: None, reader.token: None}) for k, reader in readers.of_kind.items())
         marks = "|".join(f"(?P<{kind}>{'|'.join(map(re.escape, texts))})" for kind, texts in choices)

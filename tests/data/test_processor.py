@@ -311,6 +311,6 @@ def test_a_template_without_parts_gets_them_as_text(form: str) -> None:
 
 def test_a_backslash_makes_text_of_a_placeholder() -> None:
     processor = make_processor()
-    assert list(processor.template.parts("a \\<image> <image>b")) == [
-        {"type": "text", "text": "a <image> "}, {"type": "image"}, {"type": "text", "text": "b"}
+    assert list(processor.template.parts("a \\<image> \\<video> <audio> <image>b")) == [
+        {"type": "text", "text": "a <image> <video> <audio> "}, {"type": "image"}, {"type": "text", "text": "b"}
     ]  # fmt: skip
