@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,19 @@ from PIL import Image
 from torch import Tensor
 
 from mmtrain.data.conversation_records import PARTS, Record, kind_of, placeholder
-from mmtrain.data.media import RawImage, RawMedium, check_text
+from mmtrain.data.media import RawImage, RawMedium, check_length, check_text
 from mmtrain.data.media_readers import Items, Readers
+from mmtrain.data.record_keys import (
+    CALLS,
+    SHOWN,
+    WEIGHTS,
+    UnreadKeys,
+    check_shown,
+    encodes_arguments,
+    is_learnt,
+    unread,
+    with_arguments,
+)
 from mmtrain.data.tokenizer import content_form
 from mmtrain.errors import DataError, one_line, shown
 from mmtrain.modality.metadata import DocumentMeta, ImageMeta, sample_name
@@ -51,11 +63,14 @@ class Processor:
     Args:
         tokenizer: a fast Hugging Face tokenizer with a chat template.
         readers: of each kind of content that the model reads.
+        max_text_bytes: of the text of a record; tokenizing takes some 200 times as much memory.
     """
 
-    def __init__(self, tokenizer: Any, readers: Readers) -> None:
+    def __init__(self, tokenizer: Any, readers: Readers, max_text_bytes: int = 2**22) -> None:
         self.tokenizer = tokenizer
         self.readers = readers
+        self._max_text_bytes = max_text_bytes
+        self.unread = UnreadKeys()
         vocabulary = tokenizer.get_vocab()
         self.token_ids: Mapping[str, int] = {kind: vocabulary[r.token] for kind, r in readers.of_kind.items()}
         """Kind of content -> the id of the token of one of its features."""
@@ -66,7 +81,8 @@ class Processor:
         choices = ((k, {self._texts[k]: None, reader.token: None}) for k, reader in readers.of_kind.items())
         marks = "|".join(f"(?P<{kind}>{'|'.join(map(re.escape, texts))})" for kind, texts in choices)
         self._marks = re.compile(marks or _NOTHING)
-        self._placeholders = re.compile("|".join(map(placeholder, readers.of_kind)) or _NOTHING)
+        kinds = (re.escape(placeholder(kind)) for kind in (*readers.of_kind, *readers.unread))
+        self._placeholders = re.compile(rf"(\\?)({'|'.join(kinds)})")
         self._content = content_form(tokenizer)
         self._roles = (*ROLES, "tool") if re.search("""["']tool["']""", str(tokenizer.chat_template)) else ROLES
 
@@ -83,6 +99,7 @@ class Processor:
             answer, or a conversation that the chat template refuses.
         """
         where = sample_name(record.sample, record.source)
+        self._note_unread(where, record)
         text, spans = self._render(where, record)
         return self._tokenized(where, record, text, spans)
 
@@ -93,7 +110,9 @@ class Processor:
         """
         where = sample_name(record.sample, record.source)
         messages = [self._message(where, m) for m in record.messages]
-        return self._tokenized(where, record, self._template(where, messages, add_generation_prompt=True), [])
+        text = self._template(where, messages, record.tools, add_generation_prompt=True)
+        check_shown(messages, record.tools, str(self.tokenizer.chat_template), partial(self._template, where), where)
+        return self._tokenized(where, record, text, [])
 
     def _tokenized(self, where: str, record: Record, text: str, spans: list[tuple[int, int]]) -> Document:
         """Args: spans: characters of each answer."""
@@ -157,7 +176,7 @@ class Processor:
         if document.meta.images:
             raise DataError(
                 f"{where}: {document.meta.num_tokens} tokens do not fit training.seq_len = {num_tokens}, and "
-                'a sample with images, videos or sounds is not cut; set data.too_long = "skip" or a larger seq_len'
+                f"a sample with images, videos or sounds is not cut; {self.shorter(document)}"
             )
         turns = np.repeat(np.arange(len(document.meta.answers)), document.meta.answers)
         turn = np.full(document.meta.num_tokens, -1, np.int64)
@@ -170,6 +189,17 @@ class Processor:
             )
         record = _record_of(document.meta)
         return _make_document(record, ids, turn, (), ())
+
+    def shorter(self, document: Document) -> str:
+        """What to change about a document that is too long."""
+        if not document.meta.images:
+            return 'set data.too_long = "skip" or "truncate", or a larger seq_len'
+        kinds = dict.fromkeys(raw.kind for raw in document.raw_images)
+        keys = dict.fromkeys(key for kind in kinds for key in self.readers.of_kind[kind].limits)
+        lower = f"lower {' or '.join(keys)}, " if keys else ""
+        count = sum(image.num_tokens for image in document.meta.images)
+        items = " and ".join(f"{_item(kind)}s" for kind in kinds)
+        return f'its {items} have {count} of them: {lower}set data.too_long = "skip", or a larger seq_len'
 
     def without_images(self, document: Document) -> Document:
         """The text of a document, without images, videos, sounds and targets."""
@@ -212,10 +242,11 @@ class Processor:
             own = [index for index, raw in enumerate(record.images) if raw.kind == kind]
             if (count := kinds.count(kind)) != len(own):
                 mark, item = placeholder(kind), _item(kind)
+                as_text = "" if self.readers.of_kind[kind].token == mark else f", `\\{mark}` where it is text"
                 raise DataError(
                     f"{where}: {count} `{mark}` placeholders in its messages, but {len(own)} {item}s; "
-                    f"write `{mark}` in its text once for each {item}, at its position, or change the {item}s; or set "
-                    'data.on_error = "skip"'
+                    f"write `{mark}` in its text once for each {item}, at its position{as_text}, or change the "
+                    f'{item}s; or set data.on_error = "skip"'
                 )
             of_kinds[kind] = iter(own)
         return [next(of_kinds[kind]) for kind in kinds]
@@ -233,7 +264,7 @@ class Processor:
             raise DataError(f"{raw.kind} {index} of {where}{_file(raw)}: {error}") from None
 
     def _render(self, where: str, record: Record) -> tuple[str, list[tuple[int, int]]]:
-        """The whole conversation as text, and the characters of each answer."""
+        """The whole conversation as text, and the characters of each answer that is learnt."""
         messages = [self._message(where, m) for m in record.messages]
         answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         if not answers or answers[0] == 0:
@@ -241,11 +272,17 @@ class Processor:
                 f"{where}: its roles are {[m['role'] for m in messages]}; a conversation needs an "
                 "assistant's answer, after a question"
             )
-        whole = self._template(where, messages)
+        answers = [index for index in answers if is_learnt(record.messages[index])]
+        if not answers:
+            keys = ", ".join(f"`{key}`" for key in WEIGHTS)
+            raise DataError(f"{where}: none of its answers is learnt, as their {keys} say; leave the sample out")
+        template = partial(self._template, where)
+        check_shown(messages, record.tools, str(self.tokenizer.chat_template), template, where)
+        whole = template(messages, record.tools)
         spans = []
         for index in answers:
-            before = self._template(where, messages[:index], add_generation_prompt=True)
-            after = self._template(where, messages[: index + 1]) if index + 1 < len(messages) else whole
+            before = template(messages[:index], record.tools, add_generation_prompt=True)
+            after = template(messages[: index + 1], record.tools) if index + 1 < len(messages) else whole
             if not (whole.startswith(after) and after.startswith(before)):
                 raise DataError(
                     f"{where}: the tokenizer's chat template renders turn {index} differently with the turns "
@@ -254,28 +291,61 @@ class Processor:
             spans.append((len(before), len(before) + len(after[len(before) :].rstrip())))
         return whole, spans
 
-    def _template(self, where: str, messages: list[dict[str, Any]], add_generation_prompt: bool = False) -> str:
+    def _template(
+        self,
+        where: str,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] = (),
+        *,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        """Raises: DataError: the template refuses it. TooLongError: it has more text than can be tokenized."""
         try:
             text: str = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=add_generation_prompt
             )
         except Exception as error:  # templates are programs: jinja errors, and any error of their filters
             raise DataError(f"{where}: the chat template refuses it: {one_line(error)}") from None
-        return text
+        check_length(text, self._max_text_bytes, f"{where}: its text")
+        return check_text(text, f"{where}: its text")
 
     def _message(self, where: str, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message as the chat template takes it: whole, with the tokens of images, videos and sounds."""
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or role not in self._roles:
             raise DataError(f"{where}: a message has the role {shown(role)}; the roles are {', '.join(self._roles)}")
+        whole = dict(message)
+        if "tool_calls" in whole and self._encodes_arguments:
+            whole["tool_calls"] = with_arguments(whole["tool_calls"])
+        if content is None and not whole.keys().isdisjoint(CALLS):
+            return whole
         if isinstance(content, list):
             content = "".join(self._part(where, part) for part in content)
         if not isinstance(content, str):
+            what = f"content is a {type(content).__name__}" if content is not None else "`content` is absent or null"
             raise DataError(
-                f"{where}: a message's content is a {type(content).__name__}; write text or a list of parts"
+                f"{where}: a message's {what}; write text or a list of parts (its keys are {', '.join(whole)})"
             )
         content = check_text(content, f"{where}: the {role}'s text")
-        content = self._placeholders.sub(lambda mark: self._texts[mark[0][1:-1]], content)
-        return {"role": role, "content": self._content(content)}
+        content = self._placeholders.sub(self._filled, content)
+        return {**whole, "content": self._content(content)}
+
+    def _filled(self, mark: re.Match[str]) -> str:
+        """What stands in the text for a placeholder; one after a backslash, or of a kind that is not read, is text."""
+        return mark[2] if mark[1] else self._texts.get(mark[2][1:-1], mark[2])
+
+    @cached_property
+    def _encodes_arguments(self) -> bool:
+        user = {"role": "user", "content": self._content("?")}
+        return encodes_arguments(partial(self._template, "a call"), user)
+
+    def _note_unread(self, where: str, record: Record) -> None:
+        """Notes the keys of a record that neither we nor the chat template read."""
+        template, keys = str(self.tokenizer.chat_template), [*record.unread]
+        for message in record.messages:
+            passed = (key for key in message if key in template)
+            keys += unread(message, ("role", "content", *WEIGHTS, *SHOWN, *passed), "message")
+        self.unread.add(where, record.source, keys)
 
     def _part(self, where: str, part: Any) -> str:
         kind = kind_of(part)
@@ -283,8 +353,13 @@ class Processor:
         if kind in known:
             return placeholder(kind)
         name = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if name == "text" and isinstance(part.get("text"), str):
-            return str(part["text"])
+        if name == "text":
+            if isinstance(part.get("text"), str):
+                return str(part["text"])
+            raise DataError(
+                f"{where}: a part of type 'text' has `text` = {shown(part.get('text'))}; write its text there (its "
+                f"keys are {', '.join(map(str, part))})"
+            )
         supported = ", ".join(("text", *known, *PARTS))
         raise DataError(f"{where}: a part of its content is of type {shown(name)}; supported are {supported}")
 
