@@ -196,6 +196,10 @@ def _hint(columns: Sequence[str]) -> str:
     """What may be meant by columns that are those of no form."""
     if not {"frames", "latents"}.isdisjoint(columns):
         return "; these are clips, which a job with [model.dit] reads"
+    if not {"chosen", "rejected"}.isdisjoint(columns):
+        return (
+            "; these are of training on preferences, which mmtrain does not do: write the answer to learn as `messages`"
+        )
     for wanted, near in ((wanted, near) for wanted in ("messages", "conversations") for near in columns):
         if near.lower() in (wanted, wanted[:-1]):
             return f"; if {near!r} is a list of turns, rename it to {wanted!r}"

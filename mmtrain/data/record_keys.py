@@ -79,7 +79,7 @@ _REFUSED_MESSAGE_KEYS: Mapping[str, str] = {
 _IS_HARMLESS: Mapping[str, Callable[[Any, Any], bool]] = {
     **dict.fromkeys(("loss", "loss_weight", "loss_scale", "sample_weight"), lambda value, row: value == 1),
     **dict.fromkeys(("mask", "masked"), lambda value, row: value == 0),
-    "label": lambda value, row: not isinstance(value, bool),  # a class
+    "label": lambda value, row: not isinstance(value, bool) or row.keys().isdisjoint(("messages", "conversations")),
     "objects": lambda value, row: not any(mark in str(row) for mark in ("<bbox>", "<ref-object>")),
 }
 """(value of a key that is refused, its row or message) -> whether it changes nothing."""

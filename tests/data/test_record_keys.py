@@ -167,6 +167,7 @@ def shown(**part: Any) -> dict[str, Any]:
         (row(rejected_response="no"), "`rejected_response` is of training on preferences"),
         (row(kto_tag=False), "`kto_tag` is of training on preferences"),
         (row(label=True), "`label` is of training on preferences"),
+        ({"question": "hi", "answer": "yo", "chosen": "yo", "rejected": "no"}, "`chosen` is of training on preferences"),
         (row(history=[["a", "b"]]), "`history` is not read; write its turns as `messages`"),
         (row(functions=[TOOL]), "`functions` is not read; write them as `tools`"),
         (row(loss_weight=0.5), "`loss_weight` is not supported; give an answer `weight` 0 or 1"),
@@ -213,6 +214,7 @@ def test_tools_that_a_template_only_mentions_are_refused(tmp_path: Path) -> None
 HARMLESS = [
     row(id="7", source="a", dataset="b", split="train", metadata={"a": 1}, __key__="0", width=3, height=4, url="u"),
     row(chosen=None, rejected=[], tools=[], system="", history=[], label=3, objects={"bbox": []}, loss=1, tools_=None),
+    {"question": "hi", "answer": "yo", "label": True},
     {"messages": [user(name="ann", id=1, weight=None), bot(tool_calls=[], function_call=None, refusal=None, weight=1)]},
     {"messages": [user([{"type": "image_url", "image_url": {"url": "0.png", "detail": "low"}, "text": None}]), bot()]},
 ]
@@ -222,7 +224,7 @@ HARMLESS = [
 def test_harmless_keys_change_nothing(tmp_path: Path, harmless: dict[str, Any]) -> None:
     (tmp_path / "0.png").write_bytes(png(56, 56))
     processor, record = make_processor(), read(tmp_path, harmless)
-    plain = [user(harmless["messages"][0]["content"]), bot()]
+    plain = [user(harmless.get("messages", [user()])[0]["content"]), bot()]
     assert tokens(processor, record) == tokens(processor, read(tmp_path, {"messages": plain}))
     assert processor.unread.take() == []
 
