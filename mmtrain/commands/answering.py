@@ -24,6 +24,7 @@ from mmtrain.data.conversations import ReadDocument, make_processor, packed
 from mmtrain.data.media import RawMedium, raw_image, raw_sound, raw_video
 from mmtrain.data.processor import Document, Processor
 from mmtrain.data.questions import Question, question_before, with_answer
+from mmtrain.data.record_keys import is_spoken
 from mmtrain.data.sources import RecordKind, open_source
 from mmtrain.errors import ConfigError, DataError
 from mmtrain.modality.metadata import MicrobatchMeta
@@ -261,8 +262,8 @@ def questions(
         record = records[index]
         if record is None:
             return
-        roles = [message.get("role") for message in record.messages]
-        if "assistant" not in roles[1:]:
+        answers = [turn for turn, message in enumerate(record.messages) if turn and is_spoken(message)]
+        if not answers:
+            roles = [message.get("role") for message in record.messages]
             raise DataError(f"sample {index} of {source}: its roles are {roles}; it needs a question and an answer")
-        first = roles.index("assistant")
-        yield question_before(record, first)
+        yield question_before(record, answers[0])

@@ -55,6 +55,11 @@ class MediaReader(ABC):
     data: DataConfig
     """Limits of what is read, and whether its content is blanked."""
 
+    @property
+    def limits(self) -> Sequence[str]:
+        """Keys of the config that limit the number of tokens of an item."""
+        return ()
+
     @abstractmethod
     def items(self, raw: Any, meta: ImageMeta) -> Items:
         """The sizes, from the header. Args: meta: of an item without size.
@@ -82,19 +87,29 @@ class ImageReader(MediaReader):
     rules: PixelRules
     data: DataConfig
 
+    @property
+    def limits(self) -> Sequence[str]:
+        return ("data.max_pixels",) if self.geometry.layout == "packed" else ()
+
     def items(self, raw: RawImage, meta: ImageMeta) -> Items:
         """The grid of patches."""
-        grid = self.geometry.grid(*header_size(raw.read(self.data.max_media_bytes), self.data.max_decoded_pixels))
+        size = header_size(raw.read(self.data.max_media_bytes), self.data.max_decoded_pixels)
+        grid = self.geometry.grid(*self._size(raw, size))
         return Items((replace(meta, grid=grid, num_tokens=self.geometry.num_tokens(grid)),))
 
     def values(self, raw: RawImage, num_items: int) -> Sequence[Tensor]:
         """The pixels."""
-        return [pixel_values(self.image(raw), self.geometry, self.rules)]
+        image = self.image(raw)
+        return [pixel_values(image, self.geometry, self.rules, self._size(raw, (image.height, image.width)))]
 
     def image(self, raw: RawImage) -> Image.Image:
         """The image, which may be blanked."""
         image = decode(raw.read(self.data.max_media_bytes), self.data.max_decoded_pixels)
         return blank(image) if self.data.blank_images else image
+
+    def _size(self, raw: RawImage, size: tuple[int, int]) -> tuple[int, int]:
+        """(height, width) that the geometry resizes: of the image, or as its record says."""
+        return raw.size.resized(*size, self.geometry) if raw.size else size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +124,10 @@ class VideoReader(MediaReader):
     rules: VideoRules
     pixels: PixelRules
     data: DataConfig
+
+    @property
+    def limits(self) -> Sequence[str]:
+        return "data.video_max_frames", "data.video_max_pixels"
 
     def items(self, raw: RawVideo, meta: ImageMeta) -> Items:
         """The video, or each of its patches in time, and times of these."""

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,19 @@ from torch import Tensor
 
 from mmtrain.data.chat_templates import ChatTemplate, Ending, Part, Placeholder, answer_ending
 from mmtrain.data.conversation_records import PARTS, Record, kind_of, num_placeholders, placeholder
-from mmtrain.data.media import RawImage, RawMedium, check_text
+from mmtrain.data.media import RawImage, RawMedium, check_length, check_text
 from mmtrain.data.media_readers import Items, Readers
+from mmtrain.data.record_keys import (
+    CALLS,
+    SHOWN,
+    WEIGHTS,
+    UnreadKeys,
+    check_shown,
+    encodes_arguments,
+    is_learnt,
+    unread,
+    with_arguments,
+)
 from mmtrain.errors import DataError, one_line, shown
 from mmtrain.modality.metadata import DocumentMeta, ImageMeta, sample_name
 from mmtrain.models.batch import IGNORE_INDEX
@@ -53,11 +65,14 @@ class Processor:
     Args:
         tokenizer: a fast Hugging Face tokenizer with a chat template.
         readers: of each kind of content that the model reads.
+        max_text_bytes: of the text of a record; tokenizing takes some 200 times as much memory.
     """
 
-    def __init__(self, tokenizer: Any, readers: Readers) -> None:
+    def __init__(self, tokenizer: Any, readers: Readers, max_text_bytes: int = 2**22) -> None:
         self.tokenizer = tokenizer
         self.readers = readers
+        self._max_text_bytes = max_text_bytes
+        self.unread = UnreadKeys()
         vocabulary = tokenizer.get_vocab()
         self.token_ids: Mapping[str, int] = {kind: vocabulary[r.token] for kind, r in readers.of_kind.items()}
         """Kind of content -> the id of the token of one of its features."""
@@ -86,6 +101,7 @@ class Processor:
             answer, or a conversation that the chat template refuses.
         """
         where = sample_name(record.sample, record.source)
+        self._note_unread(where, record)
         text, spans = self._render(where, record)
         return self._tokenized(where, record, text, spans)
 
@@ -96,7 +112,9 @@ class Processor:
         """
         where = sample_name(record.sample, record.source)
         messages = [self._message(where, m) for m in record.messages]
-        return self._tokenized(where, record, self._template(where, messages, add_generation_prompt=True), [])
+        text = self._template(where, messages, record.tools, add_generation_prompt=True)
+        check_shown(messages, record.tools, str(self.tokenizer.chat_template), partial(self._template, where), where)
+        return self._tokenized(where, record, text, [])
 
     def answer(self, tokens: Sequence[int]) -> str:
         """The text of the tokens that follow a prompt, without the one that ends the answer."""
@@ -185,7 +203,7 @@ class Processor:
         if document.meta.images:
             raise DataError(
                 f"{where}: {document.meta.num_tokens} tokens do not fit training.seq_len = {num_tokens}, and "
-                'a sample with images, videos or sounds is not cut; set data.too_long = "skip" or a larger seq_len'
+                f"a sample with images, videos or sounds is not cut; {self.shorter(document)}"
             )
         labels, turns = document.labels.copy(), np.full(document.meta.num_tokens, -1, np.int64)
         turns[labels != IGNORE_INDEX] = np.repeat(np.arange(len(document.meta.answers)), document.meta.answers)
@@ -198,6 +216,17 @@ class Processor:
             )
         record = _record_of(document.meta)
         return _make_document(record, document.input_ids[:num_tokens], labels, turns, (), ())
+
+    def shorter(self, document: Document) -> str:
+        """What to change about a document that is too long."""
+        if not document.meta.images:
+            return 'set data.too_long = "skip" or "truncate", or a larger seq_len'
+        kinds = dict.fromkeys(raw.kind for raw in document.raw_images)
+        keys = dict.fromkeys(key for kind in kinds for key in self.readers.of_kind[kind].limits)
+        lower = f"lower {' or '.join(keys)}, " if keys else ""
+        count = sum(image.num_tokens for image in document.meta.images)
+        items = " and ".join(f"{_item(kind)}s" for kind in kinds)
+        return f'its {items} have {count} of them: {lower}set data.too_long = "skip", or a larger seq_len'
 
     def without_images(self, document: Document) -> Document:
         """The text of a document, without images, videos, sounds and targets."""
@@ -245,10 +274,11 @@ class Processor:
                         f"{where}: the chat template shows {count} of the {len(own)} {item}s of its messages; name "
                         "another template in tokenizer.chat_template, or move them into a turn whose content it shows"
                     )
+                as_text = "" if self.readers.of_kind[kind].token == mark else f", `\\{mark}` where it is text"
                 raise DataError(
                     f"{where}: {count} `{mark}` placeholders in its messages, but {len(own)} {item}s; "
-                    f"write `{mark}` in its text once for each {item}, at its position, or change the {item}s; or set "
-                    'data.on_error = "skip"'
+                    f"write `{mark}` in its text once for each {item}, at its position{as_text}, or change the "
+                    f'{item}s; or set data.on_error = "skip"'
                 )
             of_kinds[kind] = iter(own)
         return [next(of_kinds[kind]) for kind in kinds]
@@ -266,7 +296,7 @@ class Processor:
             raise DataError(f"{raw.kind} {index} of {where}{_file(raw)}: {error}") from None
 
     def _render(self, where: str, record: Record) -> tuple[str, list[tuple[int, int]]]:
-        """The whole conversation as text, and the characters of each answer."""
+        """The whole conversation as text, and the characters of each answer that is learnt."""
         messages = [self._message(where, m) for m in record.messages]
         answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         if not answers or answers[0] == 0:
@@ -274,11 +304,17 @@ class Processor:
                 f"{where}: its roles are {[m['role'] for m in messages]}; a conversation needs an "
                 "assistant's answer, after a question"
             )
-        whole = self._template(where, messages)
+        answers = [index for index in answers if is_learnt(record.messages[index])]
+        if not answers:
+            keys = ", ".join(f"`{key}`" for key in WEIGHTS)
+            raise DataError(f"{where}: none of its answers is learnt, as their {keys} say; leave the sample out")
+        template = partial(self._template, where)
+        check_shown(messages, record.tools, str(self.tokenizer.chat_template), template, where)
+        whole = template(messages, record.tools)
         spans = []
         for index in answers:
-            before = self._template(where, messages[:index], add_generation_prompt=True)
-            after = self._template(where, messages[: index + 1]) if index + 1 < len(messages) else whole
+            before = template(messages[:index], record.tools, add_generation_prompt=True)
+            after = template(messages[: index + 1], record.tools) if index + 1 < len(messages) else whole
             if not (whole.startswith(after) and after.startswith(before)):
                 raise DataError(
                     f"{where}: the tokenizer's chat template renders turn {index} differently with the turns "
@@ -287,29 +323,59 @@ class Processor:
             spans.append((len(before), self.ending.end(before, after)))
         return whole, spans
 
-    def _template(self, where: str, messages: list[dict[str, Any]], add_generation_prompt: bool = False) -> str:
+    def _template(
+        self,
+        where: str,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] = (),
+        *,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        """Raises: DataError: the template refuses it. TooLongError: it has more text than can be tokenized."""
         try:
             text: str = self.tokenizer.apply_chat_template(
-                messages,
+                list(messages),
+                tools=list(tools) or None,
                 chat_template=self.template.text,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
             )
         except Exception as error:  # templates are programs: jinja errors, and any error of their filters
             raise DataError(f"{where}: the chat template refuses it: {one_line(error)}") from None
-        return text
+        check_length(text, self._max_text_bytes, f"{where}: its text")
+        return check_text(text, f"{where}: its text")
 
     def _message(self, where: str, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message as the chat template takes it: whole, with the tokens of images, videos and sounds."""
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or role not in self._roles:
             raise DataError(f"{where}: a message has the role {shown(role)}; the roles are {', '.join(self._roles)}")
+        whole = dict(message)
+        if "tool_calls" in whole and self._encodes_arguments:
+            whole["tool_calls"] = with_arguments(whole["tool_calls"])
+        if content is None and not whole.keys().isdisjoint(CALLS):
+            return whole
         if not isinstance(content, str | list):
+            what = f"content is a {type(content).__name__}" if content is not None else "`content` is absent or null"
             raise DataError(
-                f"{where}: a message's content is a {type(content).__name__}; write text or a list of parts"
+                f"{where}: a message's {what}; write text or a list of parts (its keys are {', '.join(whole)})"
             )
         contents = content if isinstance(content, list) else [{"type": "text", "text": content}]
         parts = [part for given in contents for part in self._parts(where, role, given)]
-        return {"role": role, "content": self.template.content(role, parts)}
+        return {**whole, "content": self.template.content(role, parts)}
+
+    @cached_property
+    def _encodes_arguments(self) -> bool:
+        user = {"role": "user", "content": self.template.content("user", [{"type": "text", "text": "?"}])}
+        return encodes_arguments(partial(self._template, "a call"), user)
+
+    def _note_unread(self, where: str, record: Record) -> None:
+        """Notes the keys of a record that neither we nor the chat template read."""
+        template, keys = str(self.tokenizer.chat_template), [*record.unread]
+        for message in record.messages:
+            passed = (key for key in message if key in template)
+            keys += unread(message, ("role", "content", *WEIGHTS, *SHOWN, *passed), "message")
+        self.unread.add(where, record.source, keys)
 
     def _parts(self, where: str, role: str, part: Any) -> Iterator[Part]:
         """A part of a content as those that the template gets: a text is cut at its placeholders."""
@@ -319,7 +385,12 @@ class Processor:
             yield {"type": kind} if kind in self.readers.of_kind else {"type": "text", "text": placeholder(str(kind))}
             return
         name = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if name == "text" and isinstance(part.get("text"), str):
+        if name == "text":
+            if not isinstance(part.get("text"), str):
+                raise DataError(
+                    f"{where}: a part of type 'text' has `text` = {shown(part.get('text'))}; write its text there (its "
+                    f"keys are {', '.join(map(str, part))})"
+                )
             yield from self.template.parts(check_text(part["text"], f"{where}: the {role}'s text"))
             return
         supported = ", ".join(("text", *known, *PARTS))

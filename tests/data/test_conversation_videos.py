@@ -388,7 +388,7 @@ def test_bad_videos_are_skipped_and_counted_as_bad_images_are(folder: Path) -> N
 
 def test_a_video_too_long_for_a_microbatch_follows_too_long(folder: Path) -> None:
     for too_long, message in (
-        ("raise", r"do not fit training.seq_len = 20; set data.too_long"),
+        ("raise", r"do not fit training.seq_len = 20; its videos have 8 of them: lower data.video_max_frames or data"),
         ("truncate", "not cut"),
     ):
         config = job(folder, [ONE], seq_len=20, too_long=too_long)
