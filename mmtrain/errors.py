@@ -48,6 +48,15 @@ def one_line(message: object, max_length: int = 600) -> str:
     return _shortened(printable, max_length)
 
 
+def for_terminal(text: str) -> str:
+    """A text of unknown origin as a terminal may get it: control characters are escaped, but line breaks and tabs are
+    not. A terminal that obeys them hides text, or writes to the clipboard."""
+    return text.translate(_CONTROLS)
+
+
+_CONTROLS = {code: f"\\u{code:04x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
 def shown(value: object) -> str:
     """A value of the user's as it stands in a message: its `repr`, without the middle of a long one."""
     return _shortened(repr(value), 200)

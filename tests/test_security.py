@@ -4,18 +4,23 @@ import http.server
 import json
 import os
 import pickle
+import re
 import shutil
 import threading
 from pathlib import Path
 
 import pytest
 
+import mmtrain
+from mmtrain.commands.cli import main
 from mmtrain.config.data import DataConfig, TokenizerConfig
 from mmtrain.data.conversation_records import CONVERSATIONS
 from mmtrain.data.media import raw_image
 from mmtrain.data.sources import open_source
 from mmtrain.data.tokenizer import SHIPPED, load_tokenizer
 from mmtrain.errors import ConfigError, DataError
+from mmtrain.schedule.recipe.files import schedule_of
+from tests.jobs import write_config
 
 
 class Program:
@@ -98,3 +103,58 @@ def test_code_of_a_tokenizer_is_refused_whatever_the_terminal_says(
     with pytest.raises(ConfigError, match=r"tokenizer\.path = .* cannot be loaded: .*contains custom code"):
         load_tokenizer(TokenizerConfig(path=str(tmp_path / "tokenizer")))
     assert not (tmp_path / "made").exists()
+
+
+# --------------------------------------------------------------------------------------- configs of others
+
+
+def recipe_config(tmp_path: Path, *overrides: str) -> list[str]:
+    """`--config FILE` of a job whose recipe makes a folder `made`."""
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(
+        f"import os\nos.makedirs({str(tmp_path / 'made')!r}, exist_ok=True)\n"
+        "from mmtrain.schedule.recipe import Recipe\n\ndef schedule(P):\n    return Recipe()\n"
+    )
+    path = write_config(tmp_path, tmp_path / "data")
+    schedule = f'--parallelism.pipeline_parallel_schedule="{recipe}"'
+    return ["--config", str(path), schedule, "--parallelism.pipeline_parallel_degree=2", *overrides]
+
+
+def test_looking_at_a_config_runs_no_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = recipe_config(tmp_path)
+    assert main(["config", *words]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert f"pipeline_parallel_schedule = {json.dumps(str(tmp_path / 'recipe.py'))}" in said
+    assert said[-1] == (
+        f"# {str(tmp_path / 'recipe.py')!r} is a program, which is not run here: how it cuts the model is not checked"
+    )
+    assert main(["config", *words, "--model.language.config.num_attention_heads=5"]) == 2, "the model is checked"
+    assert not (tmp_path / "made").exists()
+    schedule_of(str(tmp_path / "recipe.py"), 2)
+    assert (tmp_path / "made").exists(), "it is one that would make a folder"
+
+
+def test_an_error_about_a_name_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "\x1b]0;x\x07\x9bé").mkdir()
+    assert main(["generate", str(tmp_path / "\x1b]0;x\x07\x9bé"), "--prompt", "what?"]) == 2
+    assert "\\u001b]0;x\\u0007\\u009bé has neither config.toml nor config.json" in capsys.readouterr().err
+
+
+CALLS = {
+    r"\.from_pretrained\(": "data/tokenizer.py",
+    r"\bsafe_open\(|\bload_file\(": "models/pretrained.py",
+    r"\bload_dataset(_builder)?\(": "data/sources.py",
+    r"\btorch\.load\(": "checkpoint/files.py commands/parity.py",
+    r"pickle\.(loads?|Unpickler)\b": "checkpoint/stored_metadata.py commands/local_ranks.py",
+    r"hf_hub_download\(|snapshot_download\(": "spec/hub_files.py",
+}
+"""What opens files of somebody -> the files of ours that call it, where the guards are. The pickles of `commands`
+are of a temporary folder of our own."""
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_opens_files_is_called_in_one_place(call: str) -> None:
+    package = Path(mmtrain.__file__).parent
+    code = {path: re.sub(r"`[^`]*`", "", path.read_text()) for path in package.rglob("*.py")}
+    found = sorted(path.relative_to(package).as_posix() for path, text in code.items() if re.search(call, text))
+    assert " ".join(found) == CALLS[call]

@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
+from mmtrain.checkpoint.stored_metadata import ForbiddenError, read_metadata
 from mmtrain.errors import CheckpointError, MMTrainError
 
 MANIFEST, METADATA, STATE = "manifest.json", ".metadata", "train_state.json"
@@ -236,18 +237,15 @@ class StoredCheckpoint:
     def _read_metadata(self) -> None:
         raw = self._bytes(METADATA)
         try:
-            self.metadata = _MetadataUnpickler(io.BytesIO(raw)).load()
-            self._ends = {}
-            for stored in self.metadata.storage_data.values():
-                name, end = stored.relative_path, stored.offset + stored.length
-                if not name or Path(name).name != name or not 0 <= stored.offset <= end:
-                    raise ValueError(f"bytes {stored.offset} to {end} of {name!r}")
-                self._ends[name] = max(end, self._ends.get(name, 0))
-            self.metadata.state_dict_metadata.keys()
-        except _ForbiddenError as error:
+            self.metadata = read_metadata(raw)
+        except ForbiddenError as error:
             raise self.refused(METADATA, str(error)) from None
         except Exception as error:
             raise self.damaged(f"{METADATA} cannot be read: {type(error).__name__}: {error}") from None
+        self._ends = {}
+        for stored in self.metadata.storage_data.values():
+            name = stored.relative_path
+            self._ends[name] = max(stored.offset + stored.length, self._ends.get(name, 0))
 
 
 def first_failure(error: CheckpointException) -> BaseException:
@@ -258,38 +256,6 @@ def first_failure(error: CheckpointException) -> BaseException:
 
 def _printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text)
-
-
-class _ForbiddenError(Exception):
-    """A name that a pickle must not use."""
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """An unpickler that knows only the classes of torch's checkpoint metadata."""
-
-    _KNOWN: Mapping[str, frozenset[str]] = {
-        "torch.distributed.checkpoint.metadata": frozenset(
-            {
-                "Metadata",
-                "MetadataIndex",
-                "StorageMeta",
-                "TensorStorageMetadata",
-                "BytesStorageMetadata",
-                "ChunkStorageMetadata",
-                "TensorProperties",
-                "_MEM_FORMAT_ENCODING",
-            }
-        ),
-        "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo"}),
-        "torch.serialization": frozenset({"_get_layout"}),
-        "torch": frozenset({"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))}),
-        "pathlib": frozenset({"PosixPath"}),
-    }
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name not in self._KNOWN.get(module, ()):
-            raise _ForbiddenError(f"{module}.{name}")
-        return super().find_class(module, name)
 
 
 class _Reader(dcp.FileSystemReader):

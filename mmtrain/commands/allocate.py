@@ -57,7 +57,7 @@ def _allocate(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from mmtrain.commands.sample_files import drawn_costs
-    from mmtrain.errors import ConfigError
+    from mmtrain.errors import ConfigError, for_terminal
     from mmtrain.planner.allocate import GIB, HEADER, allocate, described
     from mmtrain.planner.sample_costs import SampleCosts
     from mmtrain.planner.stable_batch import check_probabilities
@@ -93,7 +93,7 @@ def _allocate(args: argparse.Namespace) -> int:
             evaluations=args.evaluations,
             progress=lambda: bar.update(),
         )
-    print(f"{len(costs.samples)} samples of {costs.job['source']}, {args.gpus} GPUs")
+    print(for_terminal(f"{len(costs.samples)} samples of {costs.job['source']}, {args.gpus} GPUs"))
     print(f"{len(answer.ranked)} of {answer.num_candidates} candidates; {HEADER}")
     for one in answer.ranked:
         print(f"  {described(job, one)}")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessor, TextStreamer
 
 from mmtrain.checkpoint.run_folder import StoredRun, load_module, open_run
 from mmtrain.commands.export_whole import assembled
@@ -26,13 +26,15 @@ from mmtrain.data.processor import Document, Processor
 from mmtrain.data.questions import Question, question_before, with_answer
 from mmtrain.data.record_keys import is_spoken
 from mmtrain.data.sources import RecordKind, open_source
-from mmtrain.errors import ConfigError, DataError
+from mmtrain.data.tokenizer import read_tokenizer
+from mmtrain.errors import ConfigError, DataError, MMTrainError, for_terminal, one_line
 from mmtrain.modality.metadata import MicrobatchMeta
 from mmtrain.models.reference import ReferenceModel
 from mmtrain.models.whole import class_inputs
+from mmtrain.models.whole_files import read_whole, whole_class_config
 from mmtrain.spec.builders import model_spec
-from mmtrain.spec.composites import COMPOSITES, class_name
-from mmtrain.spec.hub_files import processor_config, read_json
+from mmtrain.spec.composites import COMPOSITES
+from mmtrain.spec.hub_files import processor_config
 from mmtrain.spec.modules import whole_kind
 
 
@@ -46,6 +48,13 @@ class Sampling:
     top_p: float = 1.0
     """Part of the probability that the tokens hold among which one is drawn."""
     seed: int = 0
+
+
+class Streamer(TextStreamer):
+    """Shows tokens as they come; what they spell may be anything."""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        super().on_finalized_text(for_terminal(text), stream_end)
 
 
 class Answerer(ABC):
@@ -72,7 +81,7 @@ class Answerer(ABC):
             raise ConfigError(f"{source} has neither config.toml nor config.json; name a run or an exported folder")
         if step is not None:
             raise ConfigError(f"--step {step}: {source} is an exported folder, which has one step; leave --step out")
-        return _WholeModel(*_exported(source))
+        return _exported(source)
 
     def blanked(self, *, images: bool = True, audio: bool = False) -> "Answerer":
         """The same model, which sees grey instead of each image, or hears silence instead of each sound.
@@ -138,9 +147,43 @@ class _WholeModel(Answerer):
             eos_token_id=self._stop,
             pad_token_id=self._stop or 0,  # of one sequence nothing is padded
             streamer=streamer,
+            logits_processor=[_Finite()],
             **drawn,
         )
         return tokens[0, inputs["input_ids"].shape[1] :]
+
+
+class _Exported(_WholeModel):
+    """The same of a folder that somebody else may have made, whose config may fail wherever the class reads it."""
+
+    def _answer(self, document: Document, sampling: Sampling, streamer: Any) -> Sequence[int] | Tensor:
+        try:
+            return super()._answer(document, sampling, streamer)
+        except MMTrainError:
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {one_line(error, 300)}"
+            raise ConfigError(
+                f"{self.model.name_or_path} cannot answer: {reason}; its config.json, tokenizer and weights must be of "
+                "one model"
+            ) from None
+
+
+class _Finite(LogitsProcessor):
+    """Refuses logits of a damaged model, in place of an answer that means nothing."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return _finite(scores)
+
+
+def _finite(logits: Tensor) -> Tensor:
+    """The logits. Raises: ConfigError: they are no probabilities, since weights are not finite or overflow."""
+    if not torch.isfinite(logits.logsumexp(dim=-1)).all():
+        raise ConfigError(
+            "the model's logits are not finite, so it has no answer: its weights hold NaN or infinite numbers, or are "
+            f"too large for {str(logits.dtype).removeprefix('torch.')}; take another model, or a checkpoint with --step"
+        )
+    return logits
 
 
 class _Modules(Answerer):
@@ -180,7 +223,7 @@ def _chosen(
     sampling: Sampling, logits_LV: Tensor, targets_L: Tensor, want_predictions: bool
 ) -> tuple[Tensor, Tensor | None]:
     """In place of a loss: 0, and a token for each position, the most likely one or one that is drawn."""
-    nothing = logits_LV.new_zeros(())
+    nothing = _finite(logits_LV).new_zeros(())
     if not sampling.temperature:
         return nothing, logits_LV.argmax(dim=-1)
     chances, order = (logits_LV.float() / sampling.temperature).softmax(dim=-1).sort(dim=-1, descending=True)
@@ -189,32 +232,29 @@ def _chosen(
     return nothing, order.gather(-1, torch.multinomial(kept, 1)).squeeze(-1)
 
 
-def _exported(folder: Path) -> tuple[Any, Processor]:
-    """The model and processor of an exported folder."""
-    import transformers
+def _exported(folder: Path) -> Answerer:
+    """The model and processor of an exported folder, or of one that somebody else made."""
+    settings = whole_class_config(folder)
+    tokenizer, whole = read_tokenizer(str(folder)), COMPOSITES[settings.model_type]
 
-    values = read_json(str(folder), folder / "config.json")
-    kind = str(values.get("model_type"))
-    if kind not in COMPOSITES:
-        raise ConfigError(
-            f"{folder}: model_type = {kind!r} is no whole model that is known here; these are {', '.join(COMPOSITES)}"
-        )
-    whole = COMPOSITES[kind]
-    model = getattr(transformers, class_name(kind)).from_pretrained(folder).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    keys = {key: getattr(model.config, f"{key}_id", None) for key in ("image_token", "video_token")}
-    tokens = {key: tokenizer.convert_ids_to_tokens(number) for key, number in keys.items() if number is not None}
+    def token(key: str) -> str | None:
+        number = getattr(settings, f"{key}_id", None)  # the default of a class may be that of a larger vocabulary
+        known = type(number) is int and 0 <= number < len(tokenizer)
+        return str(tokenizer.convert_ids_to_tokens(number)) if known else None
+
+    tokens = {key: token(key) for key in ("image_token", "video_token")}
     parts: dict[str, Any] = {"projector": {"kind": whole.projector}}
-    if (sound := getattr(model.config, "audio_token_id", None)) is not None:
-        parts = {"modules": {SOUND: {"kind": "audio", "token": tokenizer.convert_ids_to_tokens(sound)}}}
+    if (sound := token("audio_token")) is not None:
+        parts = {"modules": {SOUND: {"kind": "audio", "token": sound}}}
     table: Mapping[str, Any] = {
         "model": {"pretrained": str(folder), **parts},
-        "tokenizer": {key: token for key, token in tokens.items() if token is not None},
+        "tokenizer": {key: name for key, name in tokens.items() if name is not None},
         "data": {"source": "none", **_video_frames(folder)},
         "training": {"steps": 1, "seq_len": 2, "global_batch_size": 1},
     }
     config: Config = build(Config, with_parts(table, str(folder)), "", str(folder))
-    return model, make_processor(config)
+    processor = make_processor(config)  # checks config.json before the model is made
+    return _Exported(read_whole(folder, settings), processor)
 
 
 def _video_frames(folder: Path) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from mmtrain.errors import PlanError
+from mmtrain.errors import PlanError, for_terminal
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -29,7 +29,7 @@ def _check(args: argparse.Namespace) -> int:
     try:
         verdict = judge(problem, text)
     except PlanError as error:
-        print(f"{args.plan}: wrong: {str(error).splitlines()[0]}")
+        print(for_terminal(f"{args.plan}: wrong: {str(error).splitlines()[0]}"))
         return 1
     if not verdict.feasible:
         text = "right: the problem has" if verdict.proven else "not proven, but no schedule found another: there is"

@@ -17,7 +17,7 @@ from mmtrain import __version__
 from mmtrain.commands import allocate, check, generate, plan, profile, report, sample, schedule, simulate
 from mmtrain.commands.local_ranks import RankDiedError, Stopped, train_on_ranks
 from mmtrain.config import config
-from mmtrain.errors import MMTrainError
+from mmtrain.errors import MMTrainError, for_terminal, shown
 from mmtrain.launch.folder_owner import owned
 from mmtrain.launch.processes import check_temporary_folder, end_with_parent, environment, leave
 
@@ -93,7 +93,7 @@ def _guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace)
         return _said(str(error), 2)
     except RankDiedError as error:
         if error.text:
-            print(error.text, file=sys.stderr)
+            print(for_terminal(error.text), file=sys.stderr)
         return _said(str(error), error.exit_status)
     except Stopped as stop:
         return stop.exit_status
@@ -109,7 +109,7 @@ def _guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace)
 
 def _said(text: str, status: int) -> int:
     """The status, after the text was printed. Of the processes that torchrun started here, one prints what all say."""
-    report, first = os.environ.get("TORCHELASTIC_ERROR_FILE"), True
+    text, report, first = for_terminal(text), os.environ.get("TORCHELASTIC_ERROR_FILE"), True
     if report is not None:
         with suppress(OSError):  # then each process says it
             first = _is_first(Path(report).parent.parent / f"said-{zlib.crc32(text.encode())}")
@@ -157,11 +157,13 @@ def _train(args: argparse.Namespace) -> int:
     from mmtrain.modality.buckets import check_video
     from mmtrain.modality.readers import check_readable
     from mmtrain.planner.iteration import IterationPlanner
+    from mmtrain.spec.job_files import check_files
 
     check_temporary_folder(job.data.num_workers)
     check_video(job)
     check_readable(job.model)
     IterationPlanner.of(job)  # refuses a model that cannot be built, cut or divided, before any process starts
+    check_files(job.model, job.tokenizer)
     with owned(Path(job.job.dump_folder)):  # refuses a folder that rank 0 could not use
         pass
     train_on_ranks(job)
@@ -222,21 +224,30 @@ def _add_config(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="print a config with all its defaults",
         usage="mmtrain config [-h] --config CONFIG [--section.key=value ...]",
         description="Prints a TOML file resolved: bases, overrides and defaults included. Then checks that its model, "
-        "whose config.json may come from the hub, can be built, cut and divided as it says. Any --section.key=value "
-        "overrides the file.",
+        "whose config.json may come from the hub, can be built, cut and divided as it says, and that local folders "
+        "hold its weights and tokenizer. Runs no program: a recipe is not read. Any --section.key=value overrides the "
+        "file.",
     )
     parser.add_argument("--config", required=True, help="TOML file; a bare name is looked up in configs/")
     parser.set_defaults(run=_config, takes_overrides=True, overrides=[])
 
 
 def _config(args: argparse.Namespace) -> int:
-    from mmtrain.planner.iteration import IterationPlanner
+    from mmtrain.planner.iteration import IterationPlanner, job_spec
+    from mmtrain.schedule.library.names import is_recipe
+    from mmtrain.spec.job_files import check_files
 
     job = config.load(args.config, args.overrides)
-    print(config.dump(job), end="", flush=True)
-    planner = IterationPlanner.of(job)  # refuses a model that cannot be built, cut or divided
-    if planner.partition_summary:
-        print(f"\n# {planner.partition_summary}")
+    print(for_terminal(config.dump(job)), end="", flush=True)
+    schedule = job.parallelism.pipeline_parallel_schedule
+    if is_recipe(schedule):
+        job_spec(job)
+        summary = f"{shown(schedule)} is a program, which is not run here: how it cuts the model is not checked"
+    else:
+        summary = IterationPlanner.of(job).partition_summary  # refuses a model that cannot be built, cut or divided
+    check_files(job.model, job.tokenizer)
+    if summary:
+        print(f"\n# {summary}")
     return 0
 
 
@@ -290,7 +301,7 @@ def _check_parity(args: argparse.Namespace) -> int:
             job = replace(job, data=synthetic_data(job, Path(folder)))
         print(describe(job))
         data = "noise" if noise else "synthetic" if args.synthetic else job.data.description
-        print(f"data    {data}", flush=True)
+        print(for_terminal(f"data    {data}"), flush=True)
         for note in small.notes:
             print(f"changed {note}", flush=True)
         parity = check_parity(job, num_steps=args.steps, tolerance=args.tolerance, noise=noise, say=_progress)

@@ -64,7 +64,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from mmtrain.errors import ConfigError, DataError
+    from mmtrain.errors import ConfigError, DataError, for_terminal
 
     for name, fits, rule in (
         ("max_new_tokens", args.max_new_tokens >= 1, "at least 1"),
@@ -89,10 +89,9 @@ def _generate(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--top-p {args.top_p} has no effect without --temperature above 0; set that, or leave it out"
         )
-    from transformers import TextStreamer
     from transformers.utils import logging
 
-    from mmtrain.commands.answering import Answerer, Sampling, asked, questions
+    from mmtrain.commands.answering import Answerer, Sampling, Streamer, asked, questions
     from mmtrain.data.questions import is_right, text_of
 
     logging.set_verbosity_error()
@@ -114,12 +113,13 @@ def _generate(args: argparse.Namespace) -> int:
             answers = {key: one.answer(record, sampling) for key, one in answerers.items()}
             for key, answer in answers.items():
                 right[key][record.grade] += is_right(answer, reference, record.tolerance)
-            line = {"sample": record.sample, "question": text_of(record.messages[-1])}
-            print(json.dumps(line | answers | {"reference": reference}, ensure_ascii=False), flush=True)
+            about = {"sample": record.sample, "question": text_of(record.messages[-1])}
+            line = json.dumps(about | answers | {"reference": reference}, ensure_ascii=False)
+            print(for_terminal(line), flush=True)
         for text in _results(counts, right):
-            print(text, file=sys.stderr)
+            print(for_terminal(text), file=sys.stderr)
         return 0
-    streamer = TextStreamer(answerer.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    streamer = Streamer(answerer.tokenizer, skip_prompt=True, skip_special_tokens=True)
     prompts = iter(lambda: input("> "), None) if args.interactive else [args.prompt]
     try:
         for prompt in prompts:
@@ -128,7 +128,7 @@ def _generate(args: argparse.Namespace) -> int:
             except DataError as error:
                 if not args.interactive:
                     raise
-                print(f"error: {error}", file=sys.stderr)
+                print(for_terminal(f"error: {error}"), file=sys.stderr)
     except EOFError:
         print()
     return 0

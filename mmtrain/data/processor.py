@@ -34,7 +34,7 @@ from mmtrain.data.record_keys import (
     unread,
     with_arguments,
 )
-from mmtrain.errors import DataError, one_line, shown
+from mmtrain.errors import ConfigError, DataError, one_line, shown
 from mmtrain.modality.metadata import DocumentMeta, ImageMeta, sample_name
 from mmtrain.models.batch import IGNORE_INDEX
 
@@ -340,6 +340,8 @@ class Processor:
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
             )
+        except ConfigError:  # it does not end
+            raise
         except Exception as error:  # templates are programs: jinja errors, and any error of their filters
             raise DataError(f"{where}: the chat template refuses it: {one_line(error)}") from None
         check_length(text, self._max_text_bytes, f"{where}: its text")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from mmtrain.config.data import DataConfig
+from mmtrain.data.dataset_cards import check_card, check_files
 from mmtrain.data.readers import JSON_ENDINGS, JsonRows, ParquetRows, lists_of_objects
 from mmtrain.errors import ConfigError, DataError, one_line
 from mmtrain.spec.hub_files import local_path, near_name
@@ -324,13 +325,14 @@ def _load_dataset(data: DataConfig, path: Path, split: str) -> tuple[Any, list[s
 
     datasets.disable_progress_bars()
     try:
-        source = str(path.absolute())
+        source, root = str(path.absolute()), ""
         if path.is_file():
             if path.suffix != ".parquet":
                 raise ConfigError(f"data.source = {data.source!r}: a file must end in .parquet, .jsonl or .json")
             what = {"path": "parquet", "data_files": str(path), "cache_dir": _cache_of(path)}
         elif path.is_dir():
-            what = {"path": source, "cache_dir": _cache_of(path)}
+            check_card(f"data.source = {data.source!r}", path)
+            what, root = {"path": source, "cache_dir": _cache_of(path)}, f"{path.resolve()}/"
         elif data.source.isidentifier() and importlib.util.find_spec(f"datasets.packaged_modules.{data.source}"):
             raise ConfigError(  # one of them unpickles files of the working directory
                 f"data.source = {data.source!r} is a file format of `datasets`; name a file, a folder or a hub id"
@@ -338,7 +340,9 @@ def _load_dataset(data: DataConfig, path: Path, split: str) -> tuple[Any, list[s
         else:
             _check_reachable(data.source, path)
             what, source = {"path": data.source}, f"hf://datasets/{data.source}"
+            root = f"{source}@" if "/" in data.source else "hf://datasets/"  # an old name without its owner
         files = datasets.load_dataset_builder(**what).config.data_files or {}
+        check_files(f"data.source = {data.source!r}", root, files)
         rows = datasets.load_dataset(**what, split=split, streaming=data.streaming)
         columns = list(rows.column_names or next(iter(rows), {}))  # a stream may not know them before its first row
         # Images, videos and sounds are decoded by us, and only those in use.

@@ -13,9 +13,11 @@ from typing import Any
 from mmtrain.config.config import Config
 from mmtrain.config.data import TokenizerConfig
 from mmtrain.config.model import ModelConfig, placeholder
+from mmtrain.data.tokenizer_limits import limited
 from mmtrain.errors import ConfigError, one_line
 from mmtrain.spec.composites import COMPOSITES
-from mmtrain.spec.hub_files import find_file, local_path, no_folder, read_json, unreachable
+from mmtrain.spec.hub_files import fetched, find_file, local_path, no_folder, read_json, unreachable
+from mmtrain.spec.job_files import check_steps, check_tokenizer
 from mmtrain.spec.model_configs import language_config
 from mmtrain.spec.modules import whole_kind
 
@@ -85,22 +87,45 @@ def load_tokenizer(section: TokenizerConfig, *, captions: bool = False, model: M
     Raises: ConfigError: it does not exist, is slow (no character offsets), lacks the image token, or its chat template
         cannot be read or shows no text.
     """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
     path = section.path or str(SHIPPED_CAPTIONS if captions else SHIPPED)
+    tokenizer = read_tokenizer(path)
+    if not section.path:
+        further = model.modules.items() if model is not None else ()
+        tokenizer.add_tokens([placeholder(*item) for item in further], special_tokens=True)
+    added = tokenizer.get_added_vocab()
+    if section.image_token not in added and not captions:
+        likely = ", ".join(token for token in added if "im" in token.lower()) or "none that looks like one"
+        raise ConfigError(
+            f"tokenizer.image_token = {section.image_token!r} is no special token of {path!r}; it has {likely}"
+        )
+    if not captions:
+        tokenizer.chat_template = _chat_template(section, path, tokenizer, model)
+        content_form(tokenizer)
+    return tokenizer
+
+
+def read_tokenizer(path: str) -> Any:
+    """The fast Hugging Face tokenizer of a folder or hub id. This is the only place that reads one.
+
+    Its templates and its library are limited wherever they are called.
+    Raises: ConfigError: it does not exist, is slow (no character offsets), is refused, or cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
     folder = local_path("tokenizer.path", path)
+    if folder:
+        check_tokenizer(folder)
     offline = "" if folder else unreachable(path)
     try:
-        if section.path:
-            tokenizer = AutoTokenizer.from_pretrained(
-                str(folder or path),
-                local_files_only=bool(offline),
-                trust_remote_code=False,  # unset, it asks on a terminal
-            )
-        else:
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
-            further = model.modules.items() if model is not None else ()
-            tokenizer.add_tokens([placeholder(*item) for item in further], special_tokens=True)
+        if not folder and (steps := fetched(path, "tokenizer.json", offline=bool(offline))):
+            check_steps(steps)
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder or path),
+            local_files_only=bool(folder or offline),
+            trust_remote_code=False,  # unset, it asks on a terminal
+        )
+    except ConfigError:
+        raise
     except Exception as error:  # OSError, ValueError, hub client errors: all mean that it cannot be loaded
         reason = offline or one_line(error, 300)
         if not folder:
@@ -114,16 +139,7 @@ def load_tokenizer(section: TokenizerConfig, *, captions: bool = False, model: M
             f"tokenizer.path = {path!r} is a slow tokenizer, which cannot tell where an answer starts; "
             "name one with a tokenizer.json"
         )
-    added = tokenizer.get_added_vocab()
-    if section.image_token not in added and not captions:
-        likely = ", ".join(token for token in added if "im" in token.lower()) or "none that looks like one"
-        raise ConfigError(
-            f"tokenizer.image_token = {section.image_token!r} is no special token of {path!r}; it has {likely}"
-        )
-    if not captions:
-        tokenizer.chat_template = _chat_template(section, path, tokenizer, model)
-        content_form(tokenizer)
-    return tokenizer
+    return limited(tokenizer)
 
 
 def _chat_template(section: TokenizerConfig, path: str, tokenizer: Any, model: ModelConfig | None) -> str:

@@ -1,12 +1,12 @@
 """Starts a chunk's low-rank adapters from a `peft` folder, such as `mmtrain export` writes."""
 
 import torch
-from safetensors import safe_open
 
 from mmtrain.config.model import LoRAConfig, ModelConfig
 from mmtrain.errors import ConfigError
 from mmtrain.models.chunk import Chunk, VisionChunk
 from mmtrain.models.fused_qkv import is_fused, to_head_major
+from mmtrain.models.pretrained import open_tensors
 from mmtrain.models.trainable import is_adapter, stored_adapter_name
 from mmtrain.models.whole import in_class
 from mmtrain.spec.hub_files import find_file, read_json
@@ -41,7 +41,8 @@ def load_adapters(chunk: Chunk, model: ModelConfig) -> int:
     _check_settings(model.lora, f"{folder}{_CONFIG}")
     of_class = {name: name.partition(".")[2] if folder else in_class(kind, name) for name in parameters}
     path = find_file(_KEY, source, f"{folder}{_WEIGHTS}")
-    with safe_open(str(path), "pt") as stored:
+    assert path is not None
+    with open_tensors(_KEY, path) as stored:
         names = set(stored.keys())
         for name, parameter in parameters.items():
             key = stored_adapter_name(of_class[name])

@@ -2,10 +2,12 @@
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -27,6 +29,7 @@ from mmtrain.models.vae import VaeChunk, VaeDecoder
 from mmtrain.spec.composites import Spelling, part_spellings
 from mmtrain.spec.hub_files import find_file, read_json
 from mmtrain.spec.modules import projector_sizes
+from mmtrain.spec.weight_files import STEMS, damaged, header, weight_files
 
 _PREFIXES = {
     "qwen2_vl_vision": (),
@@ -51,9 +54,6 @@ _PREFIXES = {
 }
 """What may stand before the names of a family's parameters where it is a part of a larger model. Where each module of a
 whole model takes its own part, see `spec.composites`."""
-
-_STEM = {"model.dit": "diffusion_pytorch_model", "model.vae": "diffusion_pytorch_model"}
-"""What files of weights are called, where that is not `model`."""
 
 _OLD_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 """Names of layers of a VAE's attention as files of old versions of diffusers have them -> as its class has them."""
@@ -121,10 +121,10 @@ def _load(
     if not section.pretrained or section.weights == "random":
         return 0
     source = f"{where}.pretrained = {section.pretrained!r}"
-    files = _index(where, section.pretrained, _STEM.get(where, "model"))
+    files = _index(where, section.pretrained, STEMS.get(where, "model"))
     spellings = part_spellings(where, section.pretrained) or tuple({prefix: ""} for prefix in _PREFIXES[model_type])
     spelling = _occurring(files, spellings)
-    names = _module_names(module, _part_names(files, spelling))
+    names = module_names(module, _part_names(files, spelling))
     # A tied head counts under both of its names.
     parameters = module.named_parameters(remove_duplicate=False)
     to_fill = {plain_name(name): parameter for name, parameter in parameters if not is_adapter(name)}
@@ -147,7 +147,8 @@ def _read_tensors(
         by_file[files[key]].append(name)
     for file, names_in_file in by_file.items():
         path = find_file(f"{where}.pretrained", folder, file)
-        with safe_open(str(path), "pt") as tensors:
+        assert path is not None
+        with open_tensors(f"{where}.pretrained", path) as tensors:
             for name in names_in_file:
                 yield name, tensors.get_tensor(names[name])
 
@@ -214,19 +215,24 @@ def _fill(source: str, name: str, parameter: nn.Parameter, tensor: Tensor, fused
 def _index(where: str, source: str, stem: str, instead: str = 'set weights = "random"') -> dict[str, str]:
     """Name on disk -> file, without reading a weight.
 
-    Args: stem: of the names of the files. instead: what to do if there are none.
+    Args: stem: of the names of the files. instead: what else to do if there are none.
     """
-    index = find_file(f"{where}.pretrained", source, f"{stem}.safetensors.index.json", optional=True)
-    if index is not None:
-        return dict(read_json(f"{where}.pretrained", index)["weight_map"])
-    single = find_file(f"{where}.pretrained", source, f"{stem}.safetensors", optional=True)
-    if single is None:
-        raise ConfigError(
-            f"{where}.pretrained = {source!r}: there is no {stem}.safetensors (or its index); save the "
-            f"weights as safetensors, or {instead}"
-        )
-    with safe_open(str(single), "pt") as tensors:
-        return dict.fromkeys(tensors.keys(), Path(single).name)
+    return weight_files(f"{where}.pretrained", source, stem, instead)
+
+
+@contextmanager
+def open_tensors(key: str, path: Path) -> Iterator[Any]:
+    """A safetensors file, opened with `safe_open`. This is the only place that opens one.
+
+    Args: key: of the config that names the file's folder, for errors.
+    Raises: ConfigError: the file is damaged, or lacks a tensor that is asked for.
+    """
+    header(key, path)
+    try:
+        with safe_open(str(path), "pt") as tensors:
+            yield tensors
+    except SafetensorError as error:
+        raise damaged(key, path, ValueError(error)) from None
 
 
 def stored_spelling(where: str, source: str) -> Spelling | None:
@@ -250,7 +256,7 @@ def _part_names(on_disk: Collection[str], spelling: Spelling) -> dict[str, str]:
     return {new + name.removeprefix(old): name for name, old, new in pairs if name.startswith(old)}
 
 
-def _module_names(module: nn.Module, on_disk: Mapping[str, str]) -> dict[str, str]:
+def module_names(module: nn.Module, on_disk: Mapping[str, str]) -> dict[str, str]:
     """Name in the module -> name on disk, by transformers' own table of renamed parameters.
 
     Args: on_disk: name without the prefix of a larger model -> name on disk.

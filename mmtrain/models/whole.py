@@ -94,11 +94,16 @@ def whole_model(config: PreTrainedConfig, weights: Mapping[str, Tensor]) -> PreT
 
     Args: weights: under the names of its class; a tied head may be absent.
     """
-    model = empty_whole(config)
-    model.load_state_dict(weights, assign=True, strict=False)
-    model.tie_weights()
+    model = filled(empty_whole(config), weights)
     absent = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     assert not absent, f"no values for {absent}"
+    return model
+
+
+def filled(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> PreTrainedModel:
+    """The model with weights in place of its own, without a copy of them; parameters without any stay as they are."""
+    model.load_state_dict(weights, assign=True, strict=False)
+    model.tie_weights()
     return model.eval()
 
 

@@ -5,17 +5,26 @@ import sys
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
+from mmtrain.errors import for_terminal
+
 logger = logging.getLogger("mmtrain")
 
 _MOST_WAITING = 10_000
 """Log records that wait for their file."""
 
 
+class _Formatter(logging.Formatter):
+    """Lines that a terminal may show, whatever names of files and texts of records are in them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return for_terminal(super().format(record))
+
+
 def setup_logging(rank: int) -> None:
     """Rank 0 logs information, the others warnings, to standard output; a file takes the same once there is one."""
     handler = logging.StreamHandler(sys.stdout)
     prefix = "" if rank == 0 else f"[rank {rank}] "
-    handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", "%H:%M:%S"))
+    handler.setFormatter(_Formatter(f"%(asctime)s {prefix}%(message)s", "%H:%M:%S"))
     logger.handlers = [handler, MemoryHandler(_MOST_WAITING, flushLevel=logging.CRITICAL + 1)]
     logger.propagate = False
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
@@ -30,7 +39,7 @@ class LogFile:
     def __init__(self, folder: Path, rank: int) -> None:
         name = "log.txt" if rank == 0 else f"log-rank-{rank}.txt"
         self._file = logging.FileHandler(folder / name, encoding="utf-8", delay=True)
-        self._file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        self._file.setFormatter(_Formatter("%(asctime)s %(message)s"))
         for handler in list(logger.handlers):
             if isinstance(handler, MemoryHandler):
                 handler.setTarget(self._file)

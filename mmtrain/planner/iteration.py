@@ -112,12 +112,9 @@ class IterationPlanner:
         Args: choose: the partition, that of a simulated baseline.
         Raises: ConfigError: a model that cannot be built or cut, or a limit that leaves nothing for activations.
         """
-        check_degrees(config)
-        check_window(config.model, config.training.seq_len)
+        spec = job_spec(config)
         schedule = job_schedule(config)
         check_memory_limit(config, keeps_limits=schedule.keeps_memory_limits)
-        dtype_bytes = DTYPE_BYTES[config.training.mixed_precision_param]
-        spec = model_spec(config.model, dtype_bytes=dtype_bytes)
         costs = cost_model(config, spec)
         sub_microbatch = sub_microbatch_size(config, spec, costs)
         choice = choose(config, spec, costs, sub_microbatch)
@@ -327,6 +324,16 @@ class IterationPlanner:
             name = batching.module_of(work)
             total[name] = total[name] + size if name in total else size
         return {name: self.spec.flops(name, size) for name, size in total.items()}
+
+
+def job_spec(config: Config) -> ModelSpec:
+    """The model of a job, which its degrees of parallelism divide. The job's schedule is not read.
+
+    Raises: ConfigError: it cannot be built or divided.
+    """
+    check_degrees(config)
+    check_window(config.model, config.training.seq_len)
+    return model_spec(config.model, dtype_bytes=DTYPE_BYTES[config.training.mixed_precision_param])
 
 
 def check_degrees(config: Config) -> None:

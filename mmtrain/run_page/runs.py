@@ -127,14 +127,45 @@ def _timelines(folder: Path, last_step: int) -> tuple[Mapping[str, Any], ...]:
     numbered = _by_step(folder, last_step)
     steps = sorted(numbered)
     timelines = (_read_json(numbered[step]) for step in evenly(steps, MOST_TIMELINES))
-    return tuple(timeline for timeline in timelines if isinstance(timeline, dict) and "actions" in timeline)
+    return tuple(timeline for timeline in timelines if _fits(timeline, _TIMELINE) and _has_stages(timeline))
+
+
+def _has_stages(timeline: Mapping[str, Any]) -> bool:
+    """Whether all actions of a timeline are of stages that it has."""
+    return all(0 <= row[0] < len(timeline["stages"]) for row in timeline["actions"])
 
 
 def _answers(folder: Path, last_step: int) -> Mapping[str, Any]:
     """The newest answers up to the last step."""
     numbered = _by_step(folder, last_step)
     record = _read_json(numbered[max(numbered)]) if numbered else None
-    return record if isinstance(record, dict) and isinstance(record.get("answers"), list) else {}
+    if record is None or not _fits(record, {"step": int, "answers": list}):
+        return {}
+    return {"step": record["step"], "answers": [row for row in record["answers"] if _fits(row, _ANSWER)]}
+
+
+_NUMBER = int | float
+_ANSWER = {"question": str, "reference": str, "answer": str, "right": bool, "images": [str]}
+_TIMELINE = {
+    "step": int,
+    "modules": [str],
+    "num_ranks": int,
+    "stages": [(int, int, int, int)],
+    "actions": [(int, str, int, int, *[_NUMBER] * 6)],
+    "waits": {"measured": [(int, _NUMBER, _NUMBER)], "planned": [(int, _NUMBER, _NUMBER)]},
+}
+"""What the page reads of these files: keys with their values, lists of equal items, and rows by their first items."""
+
+
+def _fits(value: Any, form: Any) -> bool:
+    """Whether a value of JSON has a form: whoever wrote it, the page must be able to show it."""
+    if isinstance(form, dict):
+        return isinstance(value, dict) and all(key in value and _fits(value[key], form[key]) for key in form)
+    if isinstance(form, list):
+        return isinstance(value, list) and all(_fits(item, form[0]) for item in value)
+    if isinstance(form, tuple):
+        return isinstance(value, list) and len(value) >= len(form) and all(map(_fits, value, form))
+    return isinstance(value, form)
 
 
 def _by_step(folder: Path, last_step: int) -> dict[int, Path]:

@@ -96,6 +96,20 @@ def find_file(key: str, source: str, name: str, *, optional: bool = False) -> Pa
         ) from error
 
 
+def fetched(source: str, name: str, *, offline: bool) -> Path | None:
+    """A file of a hub id in the local cache, fetched unless `offline`; None: the model has none, or it is not cached.
+
+    Raises: errors of the hub's client.
+    """
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(source, name, local_files_only=offline))
+    except EntryNotFoundError:
+        return None
+
+
 def _is_cached(source: str) -> bool:
     """Whether files of a hub id are in the local cache."""
     from huggingface_hub import snapshot_download

@@ -1,5 +1,7 @@
 """A checkpoint in one process: damage, missing manifests, and files that would run a program."""
 
+import dataclasses
+import importlib
 import json
 import logging
 import os
@@ -24,6 +26,7 @@ from mmtrain.checkpoint.files import (
     write_manifest,
 )
 from mmtrain.checkpoint.run_folder import load_module, open_run
+from mmtrain.checkpoint.stored_metadata import CLASSES, read_metadata
 from mmtrain.commands.cli import main
 from mmtrain.config import config
 from mmtrain.errors import CheckpointError
@@ -170,6 +173,47 @@ def test_metadata_cannot_name_a_file_elsewhere(run: Path, place: Any) -> None:
     seal(checkpoint(run))
     with pytest.raises(CheckpointError, match=r"is damaged: (\.metadata cannot be read|\.\. is no file)"):
         weights(run)
+
+
+def rewriting(module: str, name: str, attribute: str, value: str) -> bytes:
+    """Opcodes that look up a class, set an attribute of it, and drop it. (BUILD with a state of slots.)"""
+    words = [b"\x8c" + bytes([len(word)]) + word.encode() for word in (module, name, attribute, value)]
+    return words[0] + words[1] + b"\x93" + b"N}" + words[2] + words[3] + b"s" + b"\x86" + b"b" + b"0"
+
+
+def test_a_pickle_cannot_rewrite_the_check_of_paths(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With another `PosixPath.name` a tensor of another run's file would be loaded."""
+    elsewhere = "../step-2/__0_0.distcp"
+    metadata = dcp.FileSystemReader(checkpoint(run)).read_metadata()
+    for stored in metadata.storage_data.values():
+        stored.relative_path = elsewhere
+    raw = pickle.dumps(metadata, protocol=4)
+    (checkpoint(run) / METADATA).write_bytes(raw[:2] + rewriting("pathlib", "PosixPath", "name", elsewhere) + raw[2:])
+    seal(checkpoint(run))
+    monkeypatch.setattr(type(run), "name", type(run).name)  # restored, whatever happens
+    before = vars(type(run))["name"]
+    with pytest.raises(CheckpointError, match=r"is damaged: \.metadata cannot be read"):
+        weights(run)
+    assert vars(type(run))["name"] is before
+
+
+@pytest.mark.parametrize(("module", "name"), [(module, name) for module in CLASSES for name in CLASSES[module]])
+def test_no_class_of_a_pickle_can_be_changed(module: str, name: str) -> None:
+    theirs = getattr(importlib.import_module(module), name)
+    pickled = b"\x80\x04" + rewriting(module, name, "theirs", "x") + pickle.dumps(None)[2:]
+    with pytest.raises(TypeError):
+        read_metadata(pickled)
+    assert not hasattr(theirs, "theirs")
+
+
+def test_metadata_are_read_as_torch_reads_them(run: Path) -> None:
+    """Of tensors in several parts, of scalars, and of values other than tensors."""
+    raw = (checkpoint(run) / METADATA).read_bytes()
+    ours, theirs = read_metadata(raw), pickle.loads(raw)
+    assert ours.state_dict_metadata == theirs.state_dict_metadata
+    assert ours.storage_data.keys() == theirs.storage_data.keys()
+    for index, place in theirs.storage_data.items():
+        assert dataclasses.asdict(ours.storage_data[index]) == dataclasses.asdict(place)
 
 
 def test_a_value_that_would_run_a_program_is_refused(tmp_path: Path) -> None:

@@ -87,3 +87,12 @@ def test_wandb_without_an_account_is_one_line(tmp_path, monkeypatch):
     section = MetricsConfig(enable_tensorboard=False, progress_bar=False, enable_wandb=True)
     with pytest.raises(ConfigError, match=r"metrics.enable_wandb: no run could be started: .*WANDB_MODE=offline"):
         Reporter(section, tmp_path, enabled=True, steps=1, start=0)
+
+
+def test_a_name_in_the_log_cannot_steer_the_terminal(tmp_path, capsys):
+    setup_logging(0)
+    file = LogFile(tmp_path, 0)
+    logger.info("source %s\nits table\tends", "a\x1b[2J\r\x9bé")
+    file.close()
+    shown = "source a\\u001b[2J\\u000d\\u009bé\nits table\tends\n"
+    assert capsys.readouterr().out.endswith(shown) and (tmp_path / "log.txt").read_text().endswith(shown)

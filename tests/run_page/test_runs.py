@@ -210,7 +210,7 @@ def test_timelines_after_the_last_step_are_of_a_run_that_was_given_up(tmp_path):
     folder = write_run(tmp_path / "run", [{"step": s} | STEP for s in range(1, 6)])
     (folder / "timelines").mkdir()
     for step in (2, 4, 6):
-        (folder / "timelines" / f"step-{step}.json").write_text(json.dumps({"step": step, "actions": []}))
+        (folder / "timelines" / f"step-{step}.json").write_text(json.dumps(TIMELINE | {"step": step}))
     (folder / "timelines" / "step-5.json").write_text('{"step": 5, "act')
     assert [timeline["step"] for timeline in read_run(folder).timelines] == [2, 4]
 
@@ -254,3 +254,48 @@ def test_a_run_may_be_called_like_a_mark_of_the_page(tmp_path):
     assert "<title>@data@ - mmtrain</title>" in text
     data = json.loads(text.partition('<script type="application/json" id="data">')[2].partition("</script>")[0])
     assert (data["runs"][0]["name"], data["runs"][0]["description"]) == ("@data@", "@script@")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("images", value) for value in (7, None, "aaaa", [7])),
+        *(("question", None), ("answer", 3), ("right", "x"), ("reference", [])),
+    ],
+)
+def test_an_answer_of_another_form_is_left_out(tmp_path, key, value):
+    """A script of the page would fail on it, and show nothing of the run."""
+    folder = write_run(tmp_path / "run", [{"step": 1} | STEP])
+    answers_file(folder, 1, "yes", "no")
+    path = folder / "answers" / "step-1.json"
+    record = json.loads(path.read_text())
+    record["answers"][0][key] = value
+    record["answers"].append(7)
+    path.write_text(json.dumps(record))
+    assert [card["answer"] for card in read_run(folder).answers["answers"]] == ["no"]
+    path.write_text(json.dumps(record | {"step": "1"}))
+    assert read_run(folder).answers == {}
+
+
+TIMELINE = {
+    "step": 1, "modules": ["language"], "num_ranks": 1, "stages": [[0, 0, 0, 3]], "deferred": [],
+    "actions": [[0, "F", 0, 0, 0.0, 1.0, 0.0, 1.0, 3, 5, 0, 1]],
+    "waits": {"measured": [[0, 0.0, 0.5, None]], "planned": []},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"actions": 7}, {"actions": [7]}, {"actions": [[0, "F"]]}, {"actions": [[1, *TIMELINE["actions"][0][1:]]]},
+        {"stages": []}, {"stages": [[0]]}, {"num_ranks": "1"}, {"modules": None}, {"waits": {}}, {"step": None},
+    ],
+)  # fmt: skip
+def test_a_timeline_of_another_form_is_left_out(tmp_path, change):
+    folder = write_run(tmp_path / "run", [{"step": 1} | STEP])
+    (folder / "timelines").mkdir()
+    path = folder / "timelines" / "step-1.json"
+    path.write_text(json.dumps(TIMELINE))
+    assert read_run(folder).timelines == (TIMELINE,)
+    path.write_text(json.dumps(TIMELINE | change))
+    assert read_run(folder).timelines == ()

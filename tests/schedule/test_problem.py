@@ -116,6 +116,7 @@ def test_files_round_trip(tmp_path: Path, ending: str) -> None:
         ("costs.0.0.weight_bytes", -1, r"costs\[0\]\[0\]\.weight_bytes = -1"),
         ("works.0.module", "audio", r"works\[0\]\.module = 'audio'"),
         ("works.0.module", 0, r"works\[0\]\.module = 0 must be a string"),
+        ("works.0.module", "\x1b[2J", r"works\[0\]\.module = '\\x1b\[2J' has control characters; remove them"),
         ("works.0.microbatch", -1, r"works\[0\]\.microbatch = -1"),
         ("works.1.after", [7], r"works\[1\]\.after\[0\] = 7"),
         ("works.1.after", [1], r"works\[1\]\.after: .* cycle"),

@@ -9,7 +9,7 @@ from pathlib import Path
 from reprlib import Repr
 from typing import Any
 
-from mmtrain.errors import PlanError
+from mmtrain.errors import PlanError, for_terminal
 from mmtrain.schedule.limits import FILE_BYTES
 
 _SHORT = Repr()
@@ -135,6 +135,8 @@ def string(value: Any, where: str) -> str:
         value.encode()
     except UnicodeEncodeError as error:
         raise PlanError(f"{where} = {show(value)} is no text: {error.reason}") from error
+    if value != for_terminal(value):
+        raise PlanError(f"{where} = {show(value)} has control characters; remove them")
     return value
 
 

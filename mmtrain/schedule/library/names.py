@@ -54,6 +54,12 @@ def file_of(name: str, where: str = "schedule") -> tuple[str, str] | None:
     return match["path"], function or ""
 
 
+def is_recipe(name: str) -> bool:
+    """Whether a name is that of a program, which runs wherever the schedule is needed."""
+    file = file_of(name)
+    return file is not None and not file[0].endswith(".csv")
+
+
 def check_name(name: str, also: tuple[str, ...] = (), where: str = "schedule") -> None:
     """Checks that a name is that of a schedule, or of a file. Args: also: further names. where: as of `file_of`.
 
