@@ -1,6 +1,7 @@
 """The processor that transformers reads from an exported folder makes the prompts that the run was trained on, and its
 `generate` stops where answers end."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from mmtrain.config import config as config_module
 from mmtrain.config.config import Config
 from mmtrain.data.conversations import make_processor
 from mmtrain.data.questions import Decoding, question_before
+from tests.commands.test_generate import speaking
 from tests.data.prompts import FAMILIES, TEMPLATES, job, processor_of, save_folder, write_media
 from tests.data.test_prompts import ANSWER, KINDS, SECOND, TEXT, messages_of, read, theirs
 from tests.stored_runs import save_run
@@ -67,6 +69,23 @@ def test_the_exported_folder_of_each_family_and_template_makes_the_prompts_of_tr
     tmp_path, monkeypatch, family: str, name: str
 ) -> None:
     check_folder(tmp_path, monkeypatch, family, name)
+
+
+@pytest.mark.parametrize("encoder", ["siglip_vision_model", "clip_vision_model"])
+def test_separate_modules_that_make_a_llava_have_its_processor(tmp_path, encoder: str) -> None:
+    """They have the tokenizer that ships with mmtrain, whose template shows text alone."""
+    write_media(tmp_path)
+    model = speaking(encoder)
+    model = dataclasses.replace(model, encoder=dataclasses.replace(model.encoder, feature_layer=-2))
+    save_run(tmp_path / "run", model)
+    assert export(tmp_path / "run", tmp_path / "out").model == "LlavaForConditionalGeneration"
+    made = transformers.AutoProcessor.from_pretrained(tmp_path / "out")
+    talk = messages_of([[TEXT, {"type": "image", "image": "a.png"}]])
+    expected = theirs(made, talk, tmp_path, strings=False, add_generation_prompt=True)
+    assert 16 <= expected.count(made.image_token_id) <= 17 and made.image_token == "<|image_pad|>"
+    for source in ("run", "out"):
+        inputs = Answerer.of(tmp_path / source).inputs(asked("What colour?<image>", [tmp_path / "a.png"]))
+        assert inputs["input_ids"][0].tolist() == expected
 
 
 def test_files_with_another_template_do_not_come_before_it(tmp_path, monkeypatch) -> None:
