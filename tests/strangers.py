@@ -16,6 +16,14 @@ from tests.whole_models import TEXT, VISION, whole_model
 
 KINDS = ("qwen2_vl", "llava", "qwen2_audio")
 CONFIG, TOKENIZER, TOKENS = "config.json", "tokenizer.json", "tokenizer_config.json"
+IMAGES = "preprocessor_config.json"
+_COLOURS = {"image_mean": [0.5, 0.4, 0.5], "image_std": [0.5, 0.5, 0.6], "do_rescale": True, "rescale_factor": 1 / 255}
+_PROCESSORS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": _COLOURS
+    | {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
+    | {"min_pixels": 784, "max_pixels": 3136},
+    "llava": _COLOURS | {"image_processor_type": "SiglipImageProcessor", "size": {"height": 16, "width": 16}},
+}
 
 
 def save_stranger(folder: Path, kind: str = "qwen2_vl") -> Path:
@@ -38,6 +46,7 @@ def save_stranger(folder: Path, kind: str = "qwen2_vl") -> Path:
         model = whole_model(kind, text, VISION[kind] | {"patch_size": 14, "depth": 2}, tied=True)
         model.config.image_token_id, model.config.video_token_id = image, 511
         model.save_pretrained(folder)
+    (folder / IMAGES).write_text(json.dumps(_PROCESSORS[kind]))
     tokenizer.save_pretrained(folder)
     return folder
 

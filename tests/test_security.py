@@ -108,6 +108,25 @@ def test_code_of_a_tokenizer_is_refused_whatever_the_terminal_says(
 # --------------------------------------------------------------------------------------- configs of others
 
 
+def test_a_config_whose_folders_lack_weights_or_tokenizer_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before any process starts."""
+    from transformers import LlamaConfig
+
+    sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    LlamaConfig(**sizes, vocab_size=768).save_pretrained(tmp_path / "theirs")
+    words = ["--config", str(write_config(tmp_path, tmp_path / "data")), "--model.language.config={}"]
+    words += [f"--model.language.pretrained={tmp_path / 'theirs'}"]
+    for command in ("config", "train"):
+        assert main([command, *words]) == 2
+        assert "there is no model.safetensors (or its index); save the weights" in capsys.readouterr().err
+    words += ["--model.language.weights=random", f"--tokenizer.path={tmp_path / 'theirs'}"]
+    for command in ("config", "train"):
+        assert main([command, *words]) == 2
+        assert "theirs has no tokenizer; add the model's tokenizer.json" in capsys.readouterr().err
+
+
 def recipe_config(tmp_path: Path, *overrides: str) -> list[str]:
     """`--config FILE` of a job whose recipe makes a folder `made`."""
     recipe = tmp_path / "recipe.py"
@@ -138,6 +157,9 @@ def test_an_error_about_a_name_cannot_steer_the_terminal(tmp_path: Path, capsys:
     (tmp_path / "\x1b]0;x\x07\x9bé").mkdir()
     assert main(["generate", str(tmp_path / "\x1b]0;x\x07\x9bé"), "--prompt", "what?"]) == 2
     assert "\\u001b]0;x\\u0007\\u009bé has neither config.toml nor config.json" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["report", "run", "--\x1b]0;x\x07"])
+    assert "unrecognized arguments: --\\u001b]0;x\\u0007" in capsys.readouterr().err
 
 
 CALLS = {

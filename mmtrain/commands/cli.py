@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from mmtrain import __version__
 from mmtrain.commands import allocate, check, generate, plan, profile, report, sample, schedule, simulate
@@ -27,6 +27,9 @@ _OVERRIDE = re.compile(r"--[\w-]+\.[^\s=]+=")
 
 class _Parser(argparse.ArgumentParser):
     """An argument parser that suggests the nearest name for an unknown command."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(for_terminal(message))
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if isinstance(action.choices, dict) and value not in action.choices:

@@ -67,7 +67,7 @@ def _hearing(model: Mapping[str, Any], whole: str) -> str:
             return str(name)
     path = Path(whole).expanduser() / "config.json"
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except (OSError, ValueError, RecursionError):  # which is explained where the config is needed
         return ""
     return SOUND if isinstance(values, Mapping) and values.get("model_type") in _HEARS else ""

@@ -17,6 +17,7 @@ from torch import Tensor
 from mmtrain.errors import ConfigError, DataError, one_line
 from mmtrain.modality.geometry import ImageGeometry
 from mmtrain.spec.hub_files import find_file, processor_config
+from mmtrain.spec.processor_values import checked_values
 
 _GREY = (128, 128, 128)
 _ORIENTATION = 0x0112
@@ -95,6 +96,7 @@ def pixel_rules(model_type: str, processor: str = "", key: str = "data.image_pro
 
 
 def _read_rules(where: str, config: Mapping[str, Any], default: PixelRules) -> PixelRules:
+    config = checked_values(where, config)
     for key in ("do_resize", "do_rescale", "do_normalize"):
         if config.get(key, True) is False:
             raise ConfigError(f"{where}: {key} = false is not supported; remove it")

@@ -18,6 +18,7 @@ from mmtrain.errors import ConfigError
 from mmtrain.modality.geometry import ImageGeometry, check_aspect_ratio, model_geometry, smart_resize
 from mmtrain.spec.hub_files import processor_config
 from mmtrain.spec.model_configs import encoder_config
+from mmtrain.spec.processor_values import checked_values
 
 _LIMITS = (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge"))
 """(key of a video processor, key of its `size`) of the smallest and the largest area, in pixels."""
@@ -209,7 +210,9 @@ def _stored_limits(model: ModelConfig) -> tuple[int, int]:
     if model.encoder is None or not whole or model.encoder.pretrained != whole:
         return 0, 0
     config = processor_config(key, whole, "video") or {}
+    config = checked_values(f"{key} = {whole!r}: its video processor", config)
     sizes = config.get("size") or {}
+    sizes = {} if isinstance(sizes, int) else sizes
     found = [config.get(old) or sizes.get(new, 0) for old, new in _LIMITS]
     if not all(isinstance(area, int) and area >= 0 for area in found):
         raise ConfigError(f"{key} = {whole!r}: its video processor has the limits {found}; they are areas in pixels")

@@ -14,6 +14,8 @@ _ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 """Ids on the hub: OWNER/NAME, or NAME."""
 PROCESSOR_FILES = {"image": "preprocessor_config.json", "video": "video_preprocessor_config.json"}
 """Content -> the file of its Hugging Face processor."""
+_MOST_BYTES = 2**28
+"""Of a file of JSON: the largest tokenizers and indexes have a tenth of it."""
 _DATA_FILES = (".parquet", ".json", ".jsonl")
 
 
@@ -126,8 +128,10 @@ def read_json(key: str, path: Path) -> dict[str, Any]:
     """The JSON object in a file.
 
     Args: key: key of the config that names the file, for errors.
-    Raises: ConfigError: the file is not valid JSON, or holds no object.
+    Raises: ConfigError: the file is not valid JSON, holds no object, or is larger than any that a model has.
     """
+    if path.stat().st_size > _MOST_BYTES:
+        raise ConfigError(f"{key}: {path} has over {_MOST_BYTES:,} bytes; fetch it again from the model's own authors")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # of JSON, UTF-8, a number of 4300 digits, or nesting

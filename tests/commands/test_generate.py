@@ -21,6 +21,7 @@ from mmtrain.commands.export import export
 from mmtrain.config.data import TokenizerConfig
 from mmtrain.config.model import EncoderConfig, ModelConfig, ProjectorConfig
 from mmtrain.data.tokenizer import load_tokenizer
+from mmtrain.errors import ConfigError
 from mmtrain.models.projector import make_projector
 from tests import sounds
 from tests.data.sound_files import WHISPER, noise, tone, wav
@@ -173,3 +174,12 @@ def test_what_the_model_does_not_read_is_one_line(tmp_path, run, capsys):
         capsys.readouterr()
         assert main([*words, *extra]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_logits_that_are_no_probabilities_are_refused():
+    """A token may be impossible; all of them may not, and none may be NaN or infinitely likely."""
+    nan, infinite = float("nan"), float("inf")
+    answering._finite(torch.tensor([[0.0, -infinite, 3e38]]))
+    for bad in ([0.0, nan, 1.0], [0.0, infinite, 1.0], [-infinite] * 3):
+        with pytest.raises(ConfigError, match="the model's logits are not finite, so it has no answer"):
+            answering._chosen(Sampling(), torch.tensor([bad]), torch.zeros(1), True)

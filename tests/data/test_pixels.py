@@ -309,3 +309,25 @@ def test_a_processor_may_be_inside_of_another_file_which_comes_first(tmp_path: P
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": {"do_resize": False}}))
     with pytest.raises(ConfigError, match=r"^model.pretrained = .*: do_resize = false is not supported"):
         pixel_rules("qwen2_vl", str(tmp_path), "model.pretrained")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(
+            ("image_mean", value)
+            for value in (0.5, [0.5], "abc", [0.5, "a", 0.5], [0.5, float("nan"), 0.5], [1e300] * 3)
+        ),
+        *(("image_std", value) for value in ([0.5, 0.0, 0.5], [0.5, -1, 0.5], {"a": 1})),
+        *(("rescale_factor", value) for value in ("a", 0, -1, float("inf"), True)),
+        *(("resample", value) for value in ("bicubic", 7, -1, [])),
+        *(("size", value) for value in (0.5, "a", [2, 2], {"height": "a"}, {"height": 10**12, "width": 10**12})),
+        *(("min_pixels", value) for value in (-1, 2.5, "a")),
+    ],
+)
+def test_a_processor_of_other_values_is_one_sentence(tmp_path, key, value):
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({key: value}))
+    with pytest.raises(ConfigError, match=rf"^data\.image_processor = .*: {key} = .*; it must be "):
+        pixel_rules("siglip_vision_model", str(tmp_path))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({key: None}))
+    assert pixel_rules("siglip_vision_model", str(tmp_path)) == pixel_rules("siglip_vision_model")

@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
+from tests import sounds
+from tests.data.sound_files import wav
 from tests.faults.mutations import NUMBERS, OTHERS, TEXTS, Outcome, damaged, mutated, report, run_all
-from tests.strangers import CONFIG, KINDS, TOKENIZER, TOKENS, save_stranger
+from tests.strangers import CONFIG, IMAGES, KINDS, TOKENIZER, TOKENS, save_stranger
 
-NUM_FOLDERS = 150
+NUM_FOLDERS = 60
 """Of each kind of model."""
-JSON = (CONFIG, TOKENIZER, TOKENS, "preprocessor_config.json", "model.safetensors.index.json")
+JSON = (CONFIG, TOKENIZER, TOKENS, IMAGES, "model.safetensors.index.json")
 TEMPLATES = [
     "", "{{ messages }}", "{{ messages[0]['content'] }}", "{{ 'a' * 100000000 }}{{ messages[0]['content'] }}",
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "{{ raise_exception('no') }}",
@@ -87,7 +90,10 @@ def test_folders(tmp_path: Path, kind: str) -> None:
             (folder / "model.safetensors.index.json").unlink()
         change(folder, rng)
         folders.append(folder)
-    words = ["--prompt", "what is that?", "--max-new-tokens", "2"]
+    Image.new("RGB", (60, 40), (200, 30, 90)).save(tmp_path / "a.png")
+    (tmp_path / "a.wav").write_bytes(wav(sounds.wave(0.4, 1)))
+    asked = ["--audio", str(tmp_path / "a.wav")] if kind == "qwen2_audio" else ["--image", str(tmp_path / "a.png")]
+    words = ["--prompt", "what is that?", "--max-new-tokens", "2", *asked]
     outcomes = run_all([["generate", str(folder), *words] for folder in folders], tmp_path)
     faults = [(outcome, fault) for outcome in outcomes if (fault := refused_or_answered(outcome))]
     print(report(outcomes, faults))

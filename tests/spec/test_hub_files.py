@@ -1,5 +1,6 @@
 """Local paths and ids of the hub: a misspelt path is not sent to the hub, and a hub that is away is asked once."""
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +10,11 @@ import pytest
 
 from mmtrain.config.data import TokenizerConfig
 from mmtrain.config.model import LanguageConfig
+from mmtrain.config.whole_model import with_parts
 from mmtrain.data.pixels import pixel_rules
 from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.errors import ConfigError
-from mmtrain.spec.hub_files import find_file
+from mmtrain.spec.hub_files import find_file, read_json
 from mmtrain.spec.model_configs import language_config
 
 KEYS: dict[str, Callable[[str], Any]] = {
@@ -108,3 +110,20 @@ def test_a_preprocessor_config_is_json(tmp_path: Path) -> None:
         (tmp_path / "preprocessor_config.json").write_text(text)
         with pytest.raises(ConfigError, match=rf"^data.image_processor: .*preprocessor_config.json {rule}"):
             pixel_rules("vit", str(tmp_path))
+
+
+def test_a_file_larger_than_any_that_a_model_has_is_refused_unread(tmp_path):
+    path = tmp_path / "config.json"
+    with path.open("wb") as file:
+        file.truncate(2**30)
+    with pytest.raises(ConfigError, match=r"^key: .*config\.json has over 268,435,456 bytes; fetch it again"):
+        read_json("key", path)
+
+
+def test_a_pipe_in_place_of_a_config_is_no_config(tmp_path):
+    """Reading it would never end."""
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ConfigError, match=r"the folder has no config\.json"):
+        find_file("key", str(tmp_path), "config.json")
+    table = {"model": {"pretrained": str(tmp_path)}}
+    assert with_parts(table, "a test")["model"]["encoder"] == {"pretrained": str(tmp_path)}
