@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ERRORS = (
     "ConfigError",
     "DataError",
+    "TooLongError",
     "RecipeError",
     "PlanError",
     "TrainingError",

@@ -17,6 +17,10 @@ class DataError(MMTrainError):
     """A sample, file or batch that breaks a rule: corrupt image, lost image, sample too long."""
 
 
+class TooLongError(DataError):
+    """A sample with so much text that it is not tokenized; `data.too_long` says what becomes of it."""
+
+
 class PlanError(MMTrainError):
     """A schedule that is incomplete, doubled, deadlocked or over the memory limit."""
 

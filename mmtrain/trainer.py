@@ -48,7 +48,7 @@ from mmtrain.observe.host_memory import keep_freed_memory
 from mmtrain.observe.job_summary import few_clips
 from mmtrain.observe.log_file import setup_logging
 from mmtrain.observe.out_of_memory import OutOfMemoryContext, explain, is_out_of_memory
-from mmtrain.observe.run_record import FinishedStep, RunRecord, StepResult, log_start, owned_by_rank_zero
+from mmtrain.observe.run_record import FinishedStep, RunRecord, StepResult, log_prompts, log_start, owned_by_rank_zero
 from mmtrain.observe.step_memory import DeviceMemory, JobMemory
 from mmtrain.observe.step_metrics import Validation
 from mmtrain.observe.validation import count_answers, next_tokens, validation_of_all, whole_predictions
@@ -173,6 +173,8 @@ class Trainer:
             logger.info(text, self.state.step, steps)
             return
         self._record = RunRecord(self.config, self.planner, self.mesh, self.state.step)
+        if dist.get_rank() == 0:
+            log_prompts(self.config)
         end = "saves and ends" if self.checkpointer else "ends"
         notice = f"Ctrl-C: the job {end} after this step; once more ends it at once\n"
         self._stops.catch(notice if dist.get_rank() == 0 else "")

@@ -22,8 +22,9 @@ from mmtrain.config.whole_model import SOUND, with_parts
 from mmtrain.data.conversation_records import CONVERSATIONS, Record, kinds_of, placeholder, record_kind
 from mmtrain.data.conversations import ReadDocument, make_processor, packed
 from mmtrain.data.media import RawMedium, raw_image, raw_sound, raw_video
-from mmtrain.data.processor import Document, Processor, stop_token
+from mmtrain.data.processor import Document, Processor
 from mmtrain.data.questions import Question, question_before, with_answer
+from mmtrain.data.record_keys import is_spoken
 from mmtrain.data.sources import RecordKind, open_source
 from mmtrain.data.tokenizer import read_tokenizer
 from mmtrain.errors import ConfigError, DataError, MMTrainError, for_terminal, one_line
@@ -62,7 +63,7 @@ class Answerer(ABC):
     def __init__(self, processor: Processor, kind: RecordKind[Record] = CONVERSATIONS) -> None:
         """Args: kind: of the records that the model reads."""
         self._processor, self.kind, self.tokenizer = processor, kind, processor.tokenizer
-        self._stop = stop_token(self.tokenizer)
+        self._stop = processor.ending.token
 
     @staticmethod
     def of(source: Path, step: int | None = None) -> "Answerer":
@@ -106,7 +107,7 @@ class Answerer(ABC):
         torch.manual_seed(sampling.seed)
         with torch.no_grad():
             tokens = self._answer(self._processor.prompt(record), sampling, streamer)
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True)).strip()
+        return self._processor.answer([int(token) for token in tokens])
 
     @abstractmethod
     def _answer(self, document: Document, sampling: Sampling, streamer: Any) -> Sequence[int] | Tensor:
@@ -144,7 +145,7 @@ class _WholeModel(Answerer):
             max_new_tokens=sampling.max_new_tokens,
             do_sample=bool(sampling.temperature),
             eos_token_id=self._stop,
-            pad_token_id=self._stop,
+            pad_token_id=self._stop or 0,  # of one sequence nothing is padded
             streamer=streamer,
             logits_processor=[_Finite()],
             **drawn,
@@ -301,8 +302,8 @@ def questions(
         record = records[index]
         if record is None:
             return
-        roles = [message.get("role") for message in record.messages]
-        if "assistant" not in roles[1:]:
+        answers = [turn for turn, message in enumerate(record.messages) if turn and is_spoken(message)]
+        if not answers:
+            roles = [message.get("role") for message in record.messages]
             raise DataError(f"sample {index} of {source}: its roles are {roles}; it needs a question and an answer")
-        first = roles.index("assistant")
-        yield question_before(record, first)
+        yield question_before(record, answers[0])

@@ -23,9 +23,10 @@ from transformers import PreTrainedModel
 
 from mmtrain.checkpoint.run_folder import StoredRun, load_module, open_run
 from mmtrain.commands.adapter_folders import AdapterFolder, plain
-from mmtrain.commands.export_whole import export_whole
+from mmtrain.commands.export_whole import end_as_trained, export_whole
 from mmtrain.config.config import Config
 from mmtrain.config.model import EncoderConfig, LanguageConfig, projector_name, projector_section, section_of
+from mmtrain.data.processor import stop_token
 from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.errors import ConfigError
 from mmtrain.launch.whole_files import new_folder
@@ -108,6 +109,8 @@ def _export_parts(run: StoredRun, aside: Path, out: Path, merge_adapters: bool) 
     if model.dit is not None:
         _export_dit(run, aside)
     tokenizer = load_tokenizer(run.job.tokenizer, captions=model.dit is not None, model=model)
+    if model.dit is None:
+        end_as_trained(aside / "language", stop_token(tokenizer))
     tokenizer.save_pretrained(aside / "language")
     readme = _video_readme(run, aside, out, null_token(tokenizer)) if model.dit else _readme(run, aside, out)
     (aside / "README.md").write_text(readme, encoding="utf-8")

@@ -2,9 +2,10 @@
 
 OUT/config.json, model*.safetensors     what the whole class's `from_pretrained` reads, and `[model] pretrained` here;
                                         names of weights are those that they were loaded with
-OUT/tokenizer*, chat_template.jinja     the tokenizer with its template
+OUT/tokenizer*, chat_template.jinja     the tokenizer with the chat template that made the prompts of training
 OUT/preprocessor_config.json, ...       the image processor, with the sizes and colours that the job used, or the
-                                        feature extractor of sound; generation settings as they came with the model
+                                        feature extractor of sound; generation settings as they came with the model,
+                                        and the token that ends answers
 OUT/adapter                             low-rank adapters, for `peft`; absent where they were merged into the weights
 """
 
@@ -24,9 +25,9 @@ from mmtrain.checkpoint.run_folder import StoredRun, load_module
 from mmtrain.commands.adapter_folders import AdapterFolder, plain
 from mmtrain.config.config import Config
 from mmtrain.config.model import EncoderConfig, LanguageConfig, placeholder, projector_section, section_of
-from mmtrain.data.media_readers import image_rules
+from mmtrain.data.media_readers import image_rules, make_readers
 from mmtrain.data.pixels import PixelRules
-from mmtrain.data.processor import stop_token
+from mmtrain.data.processor import Processor
 from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.errors import ConfigError
 from mmtrain.modality.geometry import ImageGeometry
@@ -52,9 +53,8 @@ _COPIED = (
     "generation_config.json",
     *PROCESSOR_FILES.values(),
     "processor_config.json",
-    "chat_template.json",
 )
-"""Files that belong to a whole model, which training does not change."""
+"""Files that belong to a whole model, of which training changes single values at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,8 @@ def export_whole(run: StoredRun, out: Path, *, merge_adapters: bool, max_shard_s
     """Writes the folder of the whole model into `out`, which exists."""
     job, model, name = run.job, run.job.model, only_encoder(run.job.model)
     whole = gather(run, adapters=None if merge_adapters else out / "adapter")
-    tokenizer = load_tokenizer(job.tokenizer)
+    processor = stored_processor(job)
+    tokenizer = processor.tokenizer
     sections: dict[str, EncoderConfig | LanguageConfig]
     sections = {section_of(name): model.encoders[name], "model.language": model.language}
     sources = {where: section.pretrained for where, section in sections.items() if section.weights == "pretrained"}
@@ -116,10 +117,38 @@ def export_whole(run: StoredRun, out: Path, *, merge_adapters: bool, max_shard_s
     save_torch_state_dict(tensors, out, max_shard_size=max_shard_size, metadata={"format": "pt"})
     whole_config(model, _tokens(job, tokenizer)).save_pretrained(out)
     source = next((sources[where] for where in sections if stored.get(where)), "")
-    _write_processor(out, job, source, stop_token(tokenizer))
+    _write_processor(out, job, source)
+    if not (out / "generation_config.json").exists():
+        GenerationConfig(pad_token_id=processor.ending.token).save_pretrained(out)
+    end_as_trained(out, processor.ending.token)
     if job.tokenizer.video_token in tokenizer.get_vocab():
         _write_video_processor(out, job)
+    if whole.kind == "llava":
+        _write_llava_processor(out, job)
     tokenizer.save_pretrained(out)
+    if source and find_file("model.pretrained", source, "chat_template.json", optional=True) is not None:
+        template = {"chat_template": tokenizer.chat_template}
+        _write_json(out / "chat_template.json", template)
+
+
+def stored_processor(job: Config) -> Processor:
+    """The processor of a run; the chat template of its tokenizer is the one that made the run's prompts."""
+    tokenizer = load_tokenizer(job.tokenizer, model=job.model)
+    processor = Processor(tokenizer, make_readers(job, tokenizer.get_vocab()))
+    tokenizer.chat_template = processor.template.text
+    return processor
+
+
+def end_as_trained(folder: Path, stop: int | None) -> None:
+    """Lets `generate` of an exported folder stop at the token that ends answers, if its settings name others.
+
+    Args: stop: None: there is no such token.
+    """
+    path = folder / "generation_config.json"
+    values = read_json(str(folder), path) if path.exists() else {}
+    ends = values.get("eos_token_id")
+    if path.exists() and stop is not None and stop not in (ends if isinstance(ends, list) else [ends]):
+        _write_json(path, values | {"eos_token_id": stop})
 
 
 def _pattern(kind: str, job: Config) -> str:
@@ -152,14 +181,15 @@ def _tokens(job: Config, tokenizer: Any) -> dict[str, int]:
     return {key: vocabulary[token] for key, token in names.items() if token in vocabulary}
 
 
-def _write_processor(out: Path, job: Config, source: str, stop: int) -> None:
+def _write_processor(out: Path, job: Config, source: str) -> None:
     """Copies the files of the image processor and of generation from the source, and writes those that it lacks."""
     for name in _COPIED if source else ():
         path = find_file("model.pretrained", source, name, optional=True)
-        if path is not None and not (name == "chat_template.json" and job.tokenizer.chat_template):
+        if path is not None:
             shutil.copyfile(path, out / name)
-    if not (out / "generation_config.json").exists():
-        GenerationConfig(eos_token_id=stop, pad_token_id=stop).save_pretrained(out)
+    whole = out / "processor_config.json"
+    if whole.exists() and "chat_template" in (values := read_json(str(out), whole)):  # it comes before the tokenizer's
+        _write_json(whole, {key: value for key, value in values.items() if key != "chat_template"})
     if vision_shape(job.model, name := only_encoder(job.model)).one_row:
         if not (out / PROCESSOR_FILES["image"]).exists() and not (out / "processor_config.json").exists():
             _write_config(out, "image", _feature_extractor(vision_shape(job.model, name)))
@@ -171,10 +201,29 @@ def _write_processor(out: Path, job: Config, source: str, stop: int) -> None:
 
 def _write_config(out: Path, content: str, values: Mapping[str, Any]) -> None:
     """Writes the config of a processor. Args: content: as of `processor_config`."""
-    (out / PROCESSOR_FILES[content]).write_text(json.dumps(values, indent=2) + "\n")
+    _write_json(out / PROCESSOR_FILES[content], values)
     path, key = out / "processor_config.json", f"{content}_processor"
     if path.exists() and key in (whole := read_json(str(out), path)):  # which comes first
-        path.write_text(json.dumps(whole | {key: values}, indent=2) + "\n")
+        _write_json(path, whole | {key: values})
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_llava_processor(out: Path, job: Config) -> None:
+    """Writes what the processor of a whole LLaVA counts the tokens of an image from."""
+    path, (geometry, _) = out / "processor_config.json", image_rules(job, only_encoder(job.model))
+    select = read_json(str(out), out / "config.json")["vision_feature_select_strategy"]
+    grid = geometry.grid(geometry.image_size, geometry.image_size)
+    own = {
+        "processor_class": "LlavaProcessor",
+        "image_token": job.tokenizer.image_token,
+        "patch_size": geometry.patch_size,
+        "vision_feature_select_strategy": select,
+        "num_additional_image_tokens": geometry.num_tokens(grid) + (select == "default") - grid[1] * grid[2],
+    }
+    _write_json(path, (read_json(str(out), path) if path.exists() else {}) | own)
 
 
 def _write_video_processor(out: Path, job: Config) -> None:

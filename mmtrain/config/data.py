@@ -68,7 +68,7 @@ class TokenizerConfig:
     """The token that stands for one feature of a video; conversations with videos need it in the vocabulary."""
     chat_template: str = ""
     """File with a chat template (Jinja, or JSON with the key chat_template) in place of the tokenizer's own; empty: the
-    tokenizer's, else that of chat_template.json in its folder, else ChatML."""
+    one that transformers' processor of the tokenizer's folder takes, else ChatML."""
 
     def __post_init__(self) -> None:
         not_empty("tokenizer", self, "image_token", "video_token")
@@ -149,6 +149,9 @@ class DataConfig:
     max_media_bytes: int = 2**30
     """Largest encoded image, sound or file of latents, bytes, and largest array or decoded sound in one; a larger one
     is a bad sample."""
+    max_text_bytes: int = 2**22
+    """Most text of a sample (of a clip its caption), bytes; one with more is not tokenized, which would take some 200
+    times as much memory, but treated as too long: skipped, or the job stops."""
     max_decoded_pixels: int = 2**26
     """Largest image or frame before resizing, in pixels; a larger one is a bad sample. Decoding takes about 8 bytes a
     pixel. At most 178956970, where Pillow stops; it warns from half of that on."""
@@ -196,7 +199,7 @@ class DataConfig:
         not_empty("data", self, "split", "validation_split")
         at_most("data", self, num_workers=MOST_WORKERS, prefetch=1024)
         at_least("data", self, num_workers=0, prefetch=1, min_pixels=0, max_pixels=0)
-        at_least("data", self, max_clips=1, video_area=1, max_decoded_pixels=1)
+        at_least("data", self, max_clips=1, video_area=1, max_decoded_pixels=1, max_text_bytes=1)
         if self.max_media_bytes < 1:
             raise ConfigError(f"data.max_media_bytes = {self.max_media_bytes}; it must be at least 1")
         rates = (("fps", 0.001, 1000.0), ("video_fps", 0.001, 1000.0), ("max_seconds", 0.001, 86400.0))

@@ -43,6 +43,7 @@ class Clips:
         self._geometry = video_geometry(dit, data, config.model.vae)
         self._processor = ClipProcessor(job_tokenizer(config), self._geometry, data)
         self.sources = Sources(data, split, CLIPS)
+        self.unread = self._processor.unread
         frames = most_frames(data)
         self.limits: tuple[Limit, ...] = (
             Limit(
@@ -60,6 +61,9 @@ class Clips:
     def num_text_tokens(self, measured: Clip) -> int:
         """Tokens of its caption."""
         return measured.meta.num_text_tokens
+
+    def shorter(self, measured: Clip) -> str:
+        return 'set data.too_long = "skip" or "truncate", or a larger seq_len'
 
     def truncated(self, measured: Clip, num_tokens: int) -> Clip:
         return self._processor.truncated(measured, num_tokens)

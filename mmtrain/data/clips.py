@@ -12,7 +12,8 @@ from torch import Tensor
 
 from mmtrain.config.data import DataConfig
 from mmtrain.data.frames import Frames, array_file, open_frames
-from mmtrain.data.media import RawVideo
+from mmtrain.data.media import RawVideo, check_length
+from mmtrain.data.record_keys import UnreadKeys
 from mmtrain.data.video_records import VideoRecord
 from mmtrain.errors import DataError, one_line, shown
 from mmtrain.modality.buckets import VideoGeometry, crop
@@ -43,6 +44,7 @@ class ClipProcessor:
 
     def __init__(self, tokenizer: Any, geometry: VideoGeometry, data: DataConfig) -> None:
         self.tokenizer = tokenizer
+        self.unread = UnreadKeys()
         self.geometry = geometry
         self._source_fps = data.source_fps or geometry.fps
         self._data, self._max_bytes = data, data.max_media_bytes
@@ -53,6 +55,8 @@ class ClipProcessor:
         Raises: DataError: naming the sample: a header is corrupt, or the content fits no bucket.
         """
         where = sample_name(record.sample, record.source)
+        self.unread.add(where, record.source, record.unread)
+        check_length(record.caption, self._data.max_text_bytes, f"{where}: its caption")
         ids = np.array(self.tokenizer(record.caption, verbose=False)["input_ids"], np.int64)
         if not len(ids):
             raise DataError(f"{where}: its caption {shown(record.caption)} has no token in this tokenizer")

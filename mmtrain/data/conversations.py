@@ -37,6 +37,7 @@ class Conversations:
     def __init__(self, config: Config, split: str) -> None:
         self.sources = Sources(config.data, split, record_kind(kinds_of(config.model)))
         self.processor = make_processor(config)
+        self.unread = self.processor.unread
         most = config.training.seq_len
         self.limits: tuple[Limit, ...] = (Limit(most=most, unit="tokens", key=f"training.seq_len = {most} tokens"),)
 
@@ -47,6 +48,9 @@ class Conversations:
     def num_text_tokens(self, measured: Document) -> int:
         """All tokens of the document, with those of images, videos and sounds."""
         return measured.meta.num_tokens
+
+    def shorter(self, measured: Document) -> str:
+        return self.processor.shorter(measured)
 
     def truncated(self, measured: Document, num_tokens: int) -> Document:
         return self.processor.truncated(measured, num_tokens)
@@ -73,7 +77,7 @@ def make_processor(config: Config) -> Processor:
     Raises: ConfigError: a part does not exist, or they do not fit together.
     """
     tokenizer = job_tokenizer(config)
-    return Processor(tokenizer, make_readers(config, tokenizer.get_vocab()))
+    return Processor(tokenizer, make_readers(config, tokenizer.get_vocab()), config.data.max_text_bytes)
 
 
 def packed(read: Sequence[ReadDocument]) -> Microbatch:

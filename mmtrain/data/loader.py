@@ -4,6 +4,7 @@ Only the leader rank of a model replica runs one. With W workers, worker w makes
 plan all steps, so the sequence does not depend on the number of workers.
 """
 
+import logging
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -11,7 +12,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ from mmtrain.launch.processes import STOPS, stops_held
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.models.batch import Batch, ClipMicrobatch, Microbatch
 from mmtrain.planner.assignment.step_assigner import StepAssigner
+
+logger = logging.getLogger("mmtrain")
 
 Step = tuple[Batch, IterationMeta, LoaderState]
 """A replica's tensors, their metadata, and the loader state after them."""
@@ -73,6 +76,7 @@ class Loader:
         self._first = state or LoaderState(seed=config.debug.seed)
         self._num_workers = config.data.num_workers if num_workers is None else num_workers
         self._prefetch = config.data.prefetch
+        self._logs, self._logged = dp_rank == 0 and split == config.data.split, set[str]()
         self._steps = _Steps(
             config,
             {"split": split, "shuffle": shuffle, "dp_rank": dp_rank, "dp_degree": dp_degree, "assigner": assigner},
@@ -111,8 +115,18 @@ class Loader:
         if isinstance(item, _Failure):
             self.close()
             raise item.error()
-        batch, meta, self.state = item.unpack() if isinstance(item, _Wire) else item
+        self._log(item.notes)
+        batch, meta, self.state = item.step.unpack() if isinstance(item.step, _Wire) else item.step
         return batch, meta, self.state
+
+    def _log(self, notes: list[str]) -> None:
+        """Logs what is new about the samples, which each worker of each replica finds by itself."""
+        # A command without a log of its own shows warnings alone.
+        level = logging.INFO if logger.handlers else logging.WARNING
+        for note in notes:
+            if self._logs and note not in self._logged:
+                self._logged.add(note)
+                logger.log(level, "%s", note)
 
     def close(self) -> None:
         """Ends the workers and waits for them; the loader can be iterated again."""
@@ -185,7 +199,7 @@ class _Steps(IterableDataset[Any]):  # type: ignore[misc] # torch is not followe
             state = plan.state
             if step % num_workers == worker:
                 batch, meta = maker.build(plan)
-                yield _Wire.pack(batch, meta, state) if self._as_wire else (batch, meta, state)
+                yield _Made(_Wire.pack(batch, meta, state) if self._as_wire else (batch, meta, state), maker.notes())
             step += 1
 
 
@@ -216,6 +230,13 @@ class _Failure:
     def error(self) -> MMTrainError:
         kind: type[MMTrainError] = getattr(errors, self.kind)
         return kind(self.message)
+
+
+class _Made(NamedTuple):
+    """A step, and what is new to say about its samples."""
+
+    step: "_Wire | Step"
+    notes: list[str]
 
 
 @dataclass

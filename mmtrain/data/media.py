@@ -8,6 +8,7 @@ import base64
 import io
 import math
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +18,8 @@ from typing import IO, Any, TypeVar
 
 import numpy as np
 
-from mmtrain.errors import DataError, one_line, shown
+from mmtrain.errors import DataError, TooLongError, one_line, shown
+from mmtrain.modality.geometry import OwnSize
 
 T = TypeVar("T")
 
@@ -31,6 +33,8 @@ class RawImage:
     """Local path or URL; read when `data` is None."""
     kind: str = "image"
     """Kind of content, which says whose placeholder stands for it."""
+    size: OwnSize | None = None
+    """What the record says about its size."""
 
     def read(self, max_bytes: int) -> bytes:
         """The encoded bytes.
@@ -77,7 +81,10 @@ class RawImage:
             raise
         except Exception as error:  # file systems behind URLs raise any kind of error
             reason = getattr(error, "strerror", None) or one_line(error)
-            if isinstance(error, FileNotFoundError):
+            if "://" in self.path:
+                cause = one_line(error.__cause__ or error, 200)  # fsspec says of any failure that there is no file
+                reason = f"{cause}; download the file, and name its path"
+            elif isinstance(error, FileNotFoundError):
                 reason += "; correct the path, which starts at the folder of the file that names it if it is relative"
             raise DataError(f"its file {shown(self.path)} cannot be read: {reason}") from None
 
@@ -132,12 +139,25 @@ def raw_image(value: Any, where: str, folder: str) -> RawImage:
             raise DataError(f"{where}: a {type(part).__name__}; it must be a path, a data: URL, or bytes")
     if data is None and not path:
         raise DataError(f"{where}: it has neither bytes nor a path")
-    if data is None and path.startswith("data:"):
+    if data is None and (path.startswith("data:") or _is_base64(path)):
+        text = path.partition(",")[2] if path.startswith("data:") else path
         try:
-            data, path = base64.b64decode(path.partition(",")[2], validate=True), None
+            data, path = base64.b64decode(text, validate=True), None
         except ValueError as error:
             raise DataError(f"{where}: its base64 text is damaged: {error}") from None
     return RawImage(data=data, path=resolved(path or "", folder))
+
+
+_BASE64 = re.compile(
+    r"(?:/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3]|SUkqA|TU0AK|AAAA|SUQz|T2dnU|ZkxhQ)[A-Za-z0-9+/]{50,}={0,2}"
+)
+"""Base64 of a JPEG, PNG, GIF, RIFF (WebP, WAV), BMP, TIFF, MP4 or AVIF, MP3, Ogg or FLAC, by how each begins. A path is
+never so: it has an ending, or is shorter."""
+
+
+def _is_base64(text: str) -> bool:
+    """Whether a text is an encoded file and not its path, as in TSV files and some parquet."""
+    return len(text) % 4 == 0 and _BASE64.fullmatch(text) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,6 +281,15 @@ def check_text(text: str, what: str) -> str:
             f"{what} has a lone surrogate, {surrogate!r}, at {error.start}; write the whole character or remove it"
         ) from None
     return text
+
+
+def check_length(text: str, max_bytes: int, what: str) -> None:
+    """Raises: TooLongError: the text, named as `what`, has more than max_bytes of UTF-8."""
+    if len(text) * 4 > max_bytes and (num_bytes := len(text.encode(errors="surrogatepass"))) > max_bytes:
+        raise TooLongError(
+            f"{what} has {num_bytes} bytes, more than data.max_text_bytes = {max_bytes}; divide the sample, set "
+            'data.too_long = "skip", or raise that limit (tokenizing takes some 200 times as much memory)'
+        )
 
 
 def resolved(path: str, folder: str) -> str:

@@ -6,7 +6,7 @@ A kind of content is a class here, and a row in the table that `make_readers` ma
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -27,7 +27,11 @@ from mmtrain.modality.sounds import SoundRules, sound_rules
 from mmtrain.modality.videos import VIDEO_ENCODERS, VideoRules, video_rules
 from mmtrain.spec.hub_files import processor_config
 from mmtrain.spec.model_configs import encoder_config
+from mmtrain.spec.modules import whole_kind
 from mmtrain.spec.vision_shapes import vision_shape
+
+VISION_MARKERS = ("<|vision_start|>", "<|vision_end|>")
+"""Tokens around those of an image or video, as Qwen-VL was trained."""
 
 
 class Items(NamedTuple):
@@ -42,14 +46,19 @@ class Items(NamedTuple):
 class MediaReader(ABC):
     """One kind of content, as an encoder reads it."""
 
-    markers: ClassVar[tuple[str, str]]
-    """Tokens around the tokens of an item, where the tokenizer has both."""
+    markers: tuple[str, str]
+    """Tokens around the tokens of an item, where the tokenizer has both and the chat template does not show items."""
     token: str
     """The token that each of its features replaces."""
     module: str
     """The encoder."""
     data: DataConfig
     """Limits of what is read, and whether its content is blanked."""
+
+    @property
+    def limits(self) -> Sequence[str]:
+        """Keys of the config that limit the number of tokens of an item."""
+        return ()
 
     @abstractmethod
     def items(self, raw: Any, meta: ImageMeta) -> Items:
@@ -71,33 +80,43 @@ class MediaReader(ABC):
 class ImageReader(MediaReader):
     """Images of one encoder."""
 
-    markers = ("<|vision_start|>", "<|vision_end|>")
+    markers: tuple[str, str] = VISION_MARKERS
     token: str
     module: str = "vision"
     geometry: ImageGeometry
     rules: PixelRules
     data: DataConfig
 
+    @property
+    def limits(self) -> Sequence[str]:
+        return ("data.max_pixels",) if self.geometry.layout == "packed" else ()
+
     def items(self, raw: RawImage, meta: ImageMeta) -> Items:
         """The grid of patches."""
-        grid = self.geometry.grid(*header_size(raw.read(self.data.max_media_bytes), self.data.max_decoded_pixels))
+        size = header_size(raw.read(self.data.max_media_bytes), self.data.max_decoded_pixels)
+        grid = self.geometry.grid(*self._size(raw, size))
         return Items((replace(meta, grid=grid, num_tokens=self.geometry.num_tokens(grid)),))
 
     def values(self, raw: RawImage, num_items: int) -> Sequence[Tensor]:
         """The pixels."""
-        return [pixel_values(self.image(raw), self.geometry, self.rules)]
+        image = self.image(raw)
+        return [pixel_values(image, self.geometry, self.rules, self._size(raw, (image.height, image.width)))]
 
     def image(self, raw: RawImage) -> Image.Image:
         """The image, which may be blanked."""
         image = decode(raw.read(self.data.max_media_bytes), self.data.max_decoded_pixels)
         return blank(image) if self.data.blank_images else image
 
+    def _size(self, raw: RawImage, size: tuple[int, int]) -> tuple[int, int]:
+        """(height, width) that the geometry resizes: of the image, or as its record says."""
+        return raw.size.resized(*size, self.geometry) if raw.size else size
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VideoReader(MediaReader):
     """Videos of one encoder."""
 
-    markers = ImageReader.markers
+    markers: tuple[str, str] = VISION_MARKERS
     token: str
     module: str = "vision"
     geometry: ImageGeometry
@@ -105,6 +124,10 @@ class VideoReader(MediaReader):
     rules: VideoRules
     pixels: PixelRules
     data: DataConfig
+
+    @property
+    def limits(self) -> Sequence[str]:
+        return "data.video_max_frames", "data.video_max_pixels"
 
     def items(self, raw: RawVideo, meta: ImageMeta) -> Items:
         """The video, or each of its patches in time, and times of these."""
@@ -149,7 +172,7 @@ class VideoReader(MediaReader):
 class SoundReader(MediaReader):
     """Sounds of one encoder."""
 
-    markers = ("<|audio_bos|>", "<|audio_eos|>")
+    markers: tuple[str, str] = ("<|audio_bos|>", "<|audio_eos|>")
     token: str
     module: str
     rules: SoundRules
@@ -262,6 +285,9 @@ def make_readers(config: Config, vocabulary: Mapping[str, int]) -> Readers:
         else:
             geometry, rules = image_rules(config, module)
             of_kind[kind] = ImageReader(token=token, module=module, geometry=geometry, rules=rules, data=data)
+    projectors = {model.projector_of(name).kind for name in model.encoders}
+    if projectors == {"llava"} and whole_kind(model) == "llava":  # whose processor knows no markers
+        of_kind = {kind: replace(reader, markers=("", "")) for kind, reader in of_kind.items()}  # type: ignore[type-var]
     return Readers(of_kind=of_kind, unread=unread)
 
 

@@ -226,8 +226,10 @@ def blank(image: Image.Image) -> Image.Image:
     return Image.new("RGB", image.size, _GREY)
 
 
-def pixel_values(image: Image.Image, geometry: ImageGeometry, rules: PixelRules) -> Tensor:
-    """An RGB image as float32 encoder input.
+def pixel_values(
+    image: Image.Image, geometry: ImageGeometry, rules: PixelRules, size: tuple[int, int] | None = None
+) -> Tensor:
+    """An RGB image as float32 encoder input. Args: size: (height, width) that the geometry resizes; None: the image's.
 
     Shapes:
         packed: [patches, channels * frames * patch * patch], or with `pixel_major` [patches, patch * patch * channels];
@@ -235,7 +237,7 @@ def pixel_values(image: Image.Image, geometry: ImageGeometry, rules: PixelRules)
         fixed, cropped: [1, channels, image_size, image_size].
     Source: layout of Qwen2-VL's image processor (arXiv:2409.12191).
     """
-    height, width = geometry.resized(image.height, image.width)
+    height, width = geometry.resized(*(size or (image.height, image.width)))
     if rules.crops:
         image = _middle(image, rules.shortest_edge or height, height, rules.resample)
     elif (image.height, image.width) != (height, width):

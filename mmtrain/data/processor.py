@@ -2,7 +2,8 @@
 
 Only an assistant's answers and the token that ends them are targets. They are located by rendering prefixes of the
 conversation with the tokenizer's own chat template and comparing characters, so any template works whose rendering of a
-turn does not depend on later turns.
+turn does not depend on later turns. Text and tokens are those that transformers' processor of the same model makes of
+the same parts.
 """
 
 import copy
@@ -11,16 +12,28 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from mmtrain.data.conversation_records import PARTS, Record, kind_of, placeholder
-from mmtrain.data.media import RawImage, RawMedium, check_text
+from mmtrain.data.chat_templates import ChatTemplate, Ending, Part, Placeholder, answer_ending
+from mmtrain.data.conversation_records import PARTS, Record, kind_of, num_placeholders, placeholder
+from mmtrain.data.media import RawImage, RawMedium, check_length, check_text
 from mmtrain.data.media_readers import Items, Readers
-from mmtrain.data.tokenizer import content_form
+from mmtrain.data.record_keys import (
+    CALLS,
+    SHOWN,
+    WEIGHTS,
+    UnreadKeys,
+    check_shown,
+    encodes_arguments,
+    is_learnt,
+    unread,
+    with_arguments,
+)
 from mmtrain.errors import ConfigError, DataError, one_line, shown
 from mmtrain.modality.metadata import DocumentMeta, ImageMeta, sample_name
 from mmtrain.models.batch import IGNORE_INDEX
@@ -40,7 +53,8 @@ class Document:
     input_ids: np.ndarray
     """[T] int64."""
     labels: np.ndarray
-    """[T] int64: the token to predict at each position, or IGNORE_INDEX; always IGNORE_INDEX at the last one."""
+    """[T] int64: the token to predict at each position, or IGNORE_INDEX: the next one of `input_ids`, but at the end of
+    an answer that the chat template does not end the token that does."""
     raw_images: tuple[RawMedium, ...]
     """Those of `meta.of_placeholders`."""
 
@@ -51,11 +65,14 @@ class Processor:
     Args:
         tokenizer: a fast Hugging Face tokenizer with a chat template.
         readers: of each kind of content that the model reads.
+        max_text_bytes: of the text of a record; tokenizing takes some 200 times as much memory.
     """
 
-    def __init__(self, tokenizer: Any, readers: Readers) -> None:
+    def __init__(self, tokenizer: Any, readers: Readers, max_text_bytes: int = 2**22) -> None:
         self.tokenizer = tokenizer
         self.readers = readers
+        self._max_text_bytes = max_text_bytes
+        self.unread = UnreadKeys()
         vocabulary = tokenizer.get_vocab()
         self.token_ids: Mapping[str, int] = {kind: vocabulary[r.token] for kind, r in readers.of_kind.items()}
         """Kind of content -> the id of the token of one of its features."""
@@ -63,12 +80,13 @@ class Processor:
             kind: reader.token.join(reader.markers) if vocabulary.keys() >= set(reader.markers) else reader.token
             for kind, reader in readers.of_kind.items()
         }
+        self._roles = (*ROLES, "tool") if re.search("""["']tool["']""", str(tokenizer.chat_template)) else ROLES
+        placeholders = {kind: Placeholder(r.token, self._texts[kind]) for kind, r in readers.of_kind.items()}
+        self.template = ChatTemplate.of(tokenizer, placeholders, self._roles, readers.unread)
+        self.ending: Ending = answer_ending(tokenizer)
         choices = ((k, {self._texts[k]: None, reader.token: None}) for k, reader in readers.of_kind.items())
         marks = "|".join(f"(?P<{kind}>{'|'.join(map(re.escape, texts))})" for kind, texts in choices)
         self._marks = re.compile(marks or _NOTHING)
-        self._placeholders = re.compile("|".join(map(placeholder, readers.of_kind)) or _NOTHING)
-        self._content = content_form(tokenizer)
-        self._roles = (*ROLES, "tool") if re.search("""["']tool["']""", str(tokenizer.chat_template)) else ROLES
 
     def blanked(self, *, images: bool = True, audio: bool = False) -> "Processor":
         """The same processor with every image replaced by grey of its size, or each sound by silence of its length."""
@@ -83,6 +101,7 @@ class Processor:
             answer, or a conversation that the chat template refuses.
         """
         where = sample_name(record.sample, record.source)
+        self._note_unread(where, record)
         text, spans = self._render(where, record)
         return self._tokenized(where, record, text, spans)
 
@@ -93,7 +112,14 @@ class Processor:
         """
         where = sample_name(record.sample, record.source)
         messages = [self._message(where, m) for m in record.messages]
-        return self._tokenized(where, record, self._template(where, messages, add_generation_prompt=True), [])
+        text = self._template(where, messages, record.tools, add_generation_prompt=True)
+        check_shown(messages, record.tools, str(self.tokenizer.chat_template), partial(self._template, where), where)
+        return self._tokenized(where, record, text, [])
+
+    def answer(self, tokens: Sequence[int]) -> str:
+        """The text of the tokens that follow a prompt, without the one that ends the answer."""
+        ended = len(tokens) > 0 and tokens[-1] == self.ending.token
+        return str(self.tokenizer.decode(tokens[: len(tokens) - ended], skip_special_tokens=True)).strip()
 
     def _tokenized(self, where: str, record: Record, text: str, spans: list[tuple[int, int]]) -> Document:
         """Args: spans: characters of each answer."""
@@ -102,12 +128,11 @@ class Processor:
         order = self._order(where, record, [str(mark.lastgroup) for mark in marks])
         measured = [self._measured(where, record, index) for index in order]
         text, spans = self._expanded(text, spans, marks, measured)
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        ids = np.array(encoded["input_ids"], np.int64)
-        starts, ends = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
+        ids, starts, ends = self._encoded(text)
         turn = np.full(len(ids), -1, np.int64)  # index of the answer that a token belongs to
         for index, (begin, end) in enumerate(spans):
             turn[(ends > begin) & (starts < end)] = index
+        last = [int(np.flatnonzero(starts < end)[-1]) for _, end in spans]
 
         at = np.flatnonzero(np.isin(ids, list(self.token_ids.values())))
         images = tuple(image for item in measured for image in item.images)
@@ -123,7 +148,28 @@ class Processor:
         first = np.cumsum(repeats)[at] - repeats[at]
         images = tuple(replace(image, start=int(start)) for image, start in zip(images, first, strict=True))
         raw = tuple(record.images[index] for index in order)
-        return _make_document(record, np.repeat(ids, repeats), np.repeat(turn, repeats), images, raw)
+        ids, labels, turns = _shifted(np.repeat(ids, repeats), np.repeat(turn, repeats))
+        if not self.ending.learned and self.ending.token is not None:
+            positions = np.cumsum(repeats)[last] - 1
+            labels[positions], turns[positions] = self.ending.token, range(len(last))
+        return _make_document(record, ids, labels, turns, images, raw)
+
+    def _encoded(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """[T] ids, and where in the text each token starts and ends, of 0 characters for one that is not of the text.
+
+        As in processors of transformers, the tokenizer adds its special tokens unless the text begins with them. One at
+        the end is left out: it would stand between a prompt and its answer.
+        """
+        begin = self.tokenizer.bos_token
+        written = begin is not None and text.startswith(begin)
+        written = written or not self.readers.of_kind  # a tokenizer adds none to its chat template
+        options = {"return_offsets_mapping": True, "return_special_tokens_mask": True, "verbose": False}
+        encoded = self.tokenizer(text, add_special_tokens=not written, **options)
+        ids = np.array(encoded["input_ids"], np.int64)
+        starts, ends = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
+        of_text = np.flatnonzero(np.array(encoded["special_tokens_mask"]) == 0)
+        count = 1 + int(of_text[-1]) if len(of_text) else len(ids)
+        return ids[:count], starts[:count], ends[:count]
 
     def _expanded(
         self, text: str, spans: list[tuple[int, int]], marks: Sequence[re.Match[str]], measured: Sequence[Items]
@@ -157,25 +203,36 @@ class Processor:
         if document.meta.images:
             raise DataError(
                 f"{where}: {document.meta.num_tokens} tokens do not fit training.seq_len = {num_tokens}, and "
-                'a sample with images, videos or sounds is not cut; set data.too_long = "skip" or a larger seq_len'
+                f"a sample with images, videos or sounds is not cut; {self.shorter(document)}"
             )
-        turns = np.repeat(np.arange(len(document.meta.answers)), document.meta.answers)
-        turn = np.full(document.meta.num_tokens, -1, np.int64)
-        turn[1:][document.labels[:-1] != IGNORE_INDEX] = turns
-        ids, turn = document.input_ids[:num_tokens], turn[:num_tokens]
-        if not (turn[1:] >= 0).any():
+        labels, turns = document.labels.copy(), np.full(document.meta.num_tokens, -1, np.int64)
+        turns[labels != IGNORE_INDEX] = np.repeat(np.arange(len(document.meta.answers)), document.meta.answers)
+        labels[num_tokens - 1 :], turns[num_tokens - 1 :] = IGNORE_INDEX, -1
+        labels, turns = labels[:num_tokens], turns[:num_tokens]
+        if not (turns >= 0).any():
             raise DataError(
                 f"{where}: cut to training.seq_len = {num_tokens} of its {document.meta.num_tokens} tokens "
                 'it has no answer left; set data.too_long = "skip" or a larger seq_len'
             )
         record = _record_of(document.meta)
-        return _make_document(record, ids, turn, (), ())
+        return _make_document(record, document.input_ids[:num_tokens], labels, turns, (), ())
+
+    def shorter(self, document: Document) -> str:
+        """What to change about a document that is too long."""
+        if not document.meta.images:
+            return 'set data.too_long = "skip" or "truncate", or a larger seq_len'
+        kinds = dict.fromkeys(raw.kind for raw in document.raw_images)
+        keys = dict.fromkeys(key for kind in kinds for key in self.readers.of_kind[kind].limits)
+        lower = f"lower {' or '.join(keys)}, " if keys else ""
+        count = sum(image.num_tokens for image in document.meta.images)
+        items = " and ".join(f"{_item(kind)}s" for kind in kinds)
+        return f'its {items} have {count} of them: {lower}set data.too_long = "skip", or a larger seq_len'
 
     def without_images(self, document: Document) -> Document:
         """The text of a document, without images, videos, sounds and targets."""
         ids = document.input_ids[~np.isin(document.input_ids, list(self.token_ids.values()))]
-        record = _record_of(document.meta)
-        return _make_document(record, ids, np.full(len(ids), -1, np.int64), (), ())
+        nothing = np.full(len(ids), -1, np.int64)
+        return _make_document(_record_of(document.meta), *_shifted(ids, nothing), (), ())
 
     def pixels(self, document: Document) -> list[Tensor]:
         """Encoder input of each of a document's `meta.images`.
@@ -212,10 +269,16 @@ class Processor:
             own = [index for index, raw in enumerate(record.images) if raw.kind == kind]
             if (count := kinds.count(kind)) != len(own):
                 mark, item = placeholder(kind), _item(kind)
+                if num_placeholders(record.messages, kind) == len(own):
+                    raise DataError(
+                        f"{where}: the chat template shows {count} of the {len(own)} {item}s of its messages; name "
+                        "another template in tokenizer.chat_template, or move them into a turn whose content it shows"
+                    )
+                as_text = "" if self.readers.of_kind[kind].token == mark else f", `\\{mark}` where it is text"
                 raise DataError(
                     f"{where}: {count} `{mark}` placeholders in its messages, but {len(own)} {item}s; "
-                    f"write `{mark}` in its text once for each {item}, at its position, or change the {item}s; or set "
-                    'data.on_error = "skip"'
+                    f"write `{mark}` in its text once for each {item}, at its position{as_text}, or change the "
+                    f'{item}s; or set data.on_error = "skip"'
                 )
             of_kinds[kind] = iter(own)
         return [next(of_kinds[kind]) for kind in kinds]
@@ -233,7 +296,7 @@ class Processor:
             raise DataError(f"{raw.kind} {index} of {where}{_file(raw)}: {error}") from None
 
     def _render(self, where: str, record: Record) -> tuple[str, list[tuple[int, int]]]:
-        """The whole conversation as text, and the characters of each answer."""
+        """The whole conversation as text, and the characters of each answer that is learnt."""
         messages = [self._message(where, m) for m in record.messages]
         answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         if not answers or answers[0] == 0:
@@ -241,52 +304,97 @@ class Processor:
                 f"{where}: its roles are {[m['role'] for m in messages]}; a conversation needs an "
                 "assistant's answer, after a question"
             )
-        whole = self._template(where, messages)
+        answers = [index for index in answers if is_learnt(record.messages[index])]
+        if not answers:
+            keys = ", ".join(f"`{key}`" for key in WEIGHTS)
+            raise DataError(f"{where}: none of its answers is learnt, as their {keys} say; leave the sample out")
+        template = partial(self._template, where)
+        check_shown(messages, record.tools, str(self.tokenizer.chat_template), template, where)
+        whole = template(messages, record.tools)
         spans = []
         for index in answers:
-            before = self._template(where, messages[:index], add_generation_prompt=True)
-            after = self._template(where, messages[: index + 1]) if index + 1 < len(messages) else whole
+            before = template(messages[:index], record.tools, add_generation_prompt=True)
+            after = template(messages[: index + 1], record.tools) if index + 1 < len(messages) else whole
             if not (whole.startswith(after) and after.startswith(before)):
                 raise DataError(
                     f"{where}: the tokenizer's chat template renders turn {index} differently with the turns "
                     "around it, so its answer cannot be located; use another template or one answer a sample"
                 )
-            spans.append((len(before), len(before) + len(after[len(before) :].rstrip())))
+            spans.append((len(before), self.ending.end(before, after)))
         return whole, spans
 
-    def _template(self, where: str, messages: list[dict[str, Any]], add_generation_prompt: bool = False) -> str:
+    def _template(
+        self,
+        where: str,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] = (),
+        *,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        """Raises: DataError: the template refuses it. TooLongError: it has more text than can be tokenized."""
         try:
             text: str = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+                list(messages),
+                tools=list(tools) or None,
+                chat_template=self.template.text,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
             )
         except ConfigError:  # it does not end
             raise
         except Exception as error:  # templates are programs: jinja errors, and any error of their filters
             raise DataError(f"{where}: the chat template refuses it: {one_line(error)}") from None
-        return text
+        check_length(text, self._max_text_bytes, f"{where}: its text")
+        return check_text(text, f"{where}: its text")
 
     def _message(self, where: str, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message as the chat template takes it: whole, with the tokens of images, videos and sounds."""
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or role not in self._roles:
             raise DataError(f"{where}: a message has the role {shown(role)}; the roles are {', '.join(self._roles)}")
-        if isinstance(content, list):
-            content = "".join(self._part(where, part) for part in content)
-        if not isinstance(content, str):
+        whole = dict(message)
+        if "tool_calls" in whole and self._encodes_arguments:
+            whole["tool_calls"] = with_arguments(whole["tool_calls"])
+        if content is None and not whole.keys().isdisjoint(CALLS):
+            return whole
+        if not isinstance(content, str | list):
+            what = f"content is a {type(content).__name__}" if content is not None else "`content` is absent or null"
             raise DataError(
-                f"{where}: a message's content is a {type(content).__name__}; write text or a list of parts"
+                f"{where}: a message's {what}; write text or a list of parts (its keys are {', '.join(whole)})"
             )
-        content = check_text(content, f"{where}: the {role}'s text")
-        content = self._placeholders.sub(lambda mark: self._texts[mark[0][1:-1]], content)
-        return {"role": role, "content": self._content(content)}
+        contents = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        parts = [part for given in contents for part in self._parts(where, role, given)]
+        return {**whole, "content": self.template.content(role, parts)}
 
-    def _part(self, where: str, part: Any) -> str:
+    @cached_property
+    def _encodes_arguments(self) -> bool:
+        user = {"role": "user", "content": self.template.content("user", [{"type": "text", "text": "?"}])}
+        return encodes_arguments(partial(self._template, "a call"), user)
+
+    def _note_unread(self, where: str, record: Record) -> None:
+        """Notes the keys of a record that neither we nor the chat template read."""
+        template, keys = str(self.tokenizer.chat_template), [*record.unread]
+        for message in record.messages:
+            passed = (key for key in message if key in template)
+            keys += unread(message, ("role", "content", *WEIGHTS, *SHOWN, *passed), "message")
+        self.unread.add(where, record.source, keys)
+
+    def _parts(self, where: str, role: str, part: Any) -> Iterator[Part]:
+        """A part of a content as those that the template gets: a text is cut at its placeholders."""
         kind = kind_of(part)
         known = (*self.readers.of_kind, *self.readers.unread)
         if kind in known:
-            return placeholder(kind)
+            yield {"type": kind} if kind in self.readers.of_kind else {"type": "text", "text": placeholder(str(kind))}
+            return
         name = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if name == "text" and isinstance(part.get("text"), str):
-            return str(part["text"])
+        if name == "text":
+            if not isinstance(part.get("text"), str):
+                raise DataError(
+                    f"{where}: a part of type 'text' has `text` = {shown(part.get('text'))}; write its text there (its "
+                    f"keys are {', '.join(map(str, part))})"
+                )
+            yield from self.template.parts(check_text(part["text"], f"{where}: the {role}'s text"))
+            return
         supported = ", ".join(("text", *known, *PARTS))
         raise DataError(f"{where}: a part of its content is of type {shown(name)}; supported are {supported}")
 
@@ -320,36 +428,37 @@ def _record_of(meta: DocumentMeta) -> Record:
     return Record(sample=meta.sample, source=meta.source, messages=(), images=(), grade=meta.grade)
 
 
+def _shifted(ids: np.ndarray, turn: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The ids, the label of each position, and the index of its answer, or -1: a token with turn >= 0 is the target of
+    the position before it."""
+    turns = np.append(turn[1:], -1)
+    return ids, np.where(turns >= 0, np.append(ids[1:], 0), IGNORE_INDEX), turns
+
+
 def _make_document(
     record: Record,
     ids: np.ndarray,
-    turn: np.ndarray,
+    labels: np.ndarray,
+    turns: np.ndarray,
     images: tuple[ImageMeta, ...],
     raw: tuple[RawMedium, ...],
 ) -> Document:
-    """The document in which a token with turn >= 0 is a target of the position before it."""
-    labels = np.full(len(ids), IGNORE_INDEX, np.int64)
-    is_target = turn[1:] >= 0
-    labels[:-1][is_target] = ids[1:][is_target]
-    counts = np.bincount(turn[1:][is_target])
-    answer = np.flatnonzero(turn >= 0)
+    """Args: turns: [T] index of the answer that a label belongs to; -1: there is none."""
+    labelled = np.flatnonzero(turns >= 0)
+    counts = np.bincount(turns[labelled])
     meta = DocumentMeta(
         sample=record.sample,
         source=record.source,
         num_tokens=len(ids),
-        num_targets=int(is_target.sum()),
+        num_targets=len(labelled),
         images=images,
         grade=record.grade,
         answers=tuple(int(c) for c in counts if c),
-        prefix=int(answer[0]) if len(answer) else 0,
+        prefix=int(labelled[0]) + 1 if len(labelled) else 0,
     )
     return Document(meta=meta, input_ids=ids, labels=labels, raw_images=raw)
 
 
-def stop_token(tokenizer: Any) -> int:
-    """The token that ends an answer in the tokenizer's chat template; its end of text, if the template adds none."""
-    content = content_form(tokenizer)
-    messages = [{"role": "user", "content": content("?")}, {"role": "assistant", "content": content("!")}]
-    text: str = tokenizer.apply_chat_template(messages, tokenize=False)
-    behind = tokenizer(text.rpartition("!")[2].strip(), add_special_tokens=False)["input_ids"]
-    return int(behind[0] if behind else tokenizer.eos_token_id)
+def stop_token(tokenizer: Any) -> int | None:
+    """The token that ends an answer, as `answer_ending` says."""
+    return answer_ending(tokenizer).token

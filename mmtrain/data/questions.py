@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from mmtrain.config.config import Config
-from mmtrain.data.conversation_records import Message, Record, kind_of, num_placeholders, placeholder
+from mmtrain.data.conversation_records import Message, Record, kind_of, num_placeholders, placeholder, readable
 from mmtrain.data.conversations import Conversations, ReadDocument
 from mmtrain.data.loader import Step
 from mmtrain.data.media import RawMedium
 from mmtrain.data.packing import LoaderState
-from mmtrain.data.processor import stop_token
+from mmtrain.data.record_keys import is_spoken
 from mmtrain.errors import DataError
 from mmtrain.modality.metadata import DocumentMeta, IterationMeta, sample_name
 from mmtrain.models.batch import IGNORE_INDEX
@@ -68,11 +68,11 @@ def question_before(record: Record, turn: int) -> Question:
 
 def text_of(message: Message) -> str:
     """The text of a message; each image is `<image>`, each video `<video>`, each sound `<audio>`."""
-    content = message.get("content")
+    content = message.get("content") or ""
     parts = content if isinstance(content, list) else [content]
     kinds = ((kind_of(part), part) for part in parts)
     return "".join(
-        placeholder(kind) if kind else str(part.get("text", "")) if isinstance(part, Mapping) else str(part)
+        placeholder(kind) if kind else readable(str(part.get("text", "") if isinstance(part, Mapping) else part))
         for kind, part in kinds
     )
 
@@ -115,7 +115,7 @@ class Decoding:
         self._config, self._dp_rank, self._dp_degree = config, dp_rank, dp_degree
         self._samples = Conversations(config, config.data.validation_split)
         self._processor = self._samples.processor
-        self._stop = stop_token(self._processor.tokenizer)
+        self._stop = self._processor.ending.token
         self._asked = list(self._read())
         if not self._asked:
             raise DataError(
@@ -142,7 +142,7 @@ class Decoding:
 
     def _answer(self, asked: _Asked) -> Answer:
         record, reference = asked.question
-        text = str(self._processor.tokenizer.decode(asked.tokens, skip_special_tokens=True)).strip()
+        text = self._processor.answer(asked.tokens)
         images = []
         for image in self._processor.images(asked.read.document):
             image.thumbnail((THUMBNAIL, THUMBNAIL))
@@ -183,17 +183,24 @@ class Decoding:
                 yield asked
 
     def _ask(self, record: Record) -> _Asked | None:
-        """The last question of a record; None: it is too long. Raises: DataError: it cannot be read."""
+        """The last question of a record; None: it has none, or it is too long. Raises: DataError: it cannot be read."""
         whole, most = self._processor.document(record), self._config.training.seq_len
-        turn = max(i for i, message in enumerate(record.messages) if message.get("role") == "assistant")
-        question = question_before(record, turn)
+        answers = [index for index, message in enumerate(record.messages) if is_spoken(message)]
+        if not answers:
+            return None
+        question = question_before(record, answers[-1])
         document = self._processor.prompt(question.record)
         if document.meta.num_tokens > most:
             if self._config.data.too_long == "raise":
-                name = sample_name(record.sample, record.source)
+                name, has_media = sample_name(record.sample, record.source), document.meta.images
+                advice = (
+                    self._processor.shorter(document)
+                    if has_media
+                    else 'set data.too_long = "skip", or a larger seq_len'
+                )
                 raise DataError(
                     f"{name}: its question has {document.meta.num_tokens} tokens, which do not fit training.seq_len = "
-                    f'{most}; set data.too_long = "skip", or a larger seq_len'
+                    f"{most}; {advice}"
                 )
             return None
         prefix = min(whole.meta.prefix, document.meta.num_tokens)  # what an attention mask shows to all of it

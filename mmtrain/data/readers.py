@@ -1,6 +1,7 @@
 """Rows of local files by index: of JSON only the positions of objects are in memory, of parquet one row group."""
 
 import bisect
+import codecs
 import json
 import mmap
 import re
@@ -23,46 +24,82 @@ _BRACKET = re.compile(rb"[\[\]{}]")
 
 
 class JsonRows:
-    """The objects of a .jsonl file, or of the list in a .json file, by index.
+    """The objects of .jsonl files, or of the lists in .json files, by index; those of the first file come first.
 
-    The file is scanned once; 16 bytes an object stay in memory, whatever their size.
-    Raises: ConfigError: it has no object, or its list is damaged.
+    Each file is scanned once; 16 bytes an object stay in memory, whatever their size.
+    Raises: ConfigError: a file has no object or is no UTF-8, a list is damaged, or no object can be read.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.columns: list[str] = []
-        """Keys of the first object that can be read."""
-        self._starts, self._ends = array("q"), array("q")
-        for start, end in _list_spans(path) if _is_list(path) else _line_spans(path):
-            self._starts.append(start)
-            self._ends.append(end)
+    def __init__(self, *paths: Path) -> None:
+        self.paths = paths
+        self._starts, self._ends, self._counts = array("q"), array("q"), list[int]()
+        for path in paths:
+            _check_encoding(path)
+            for start, end in _list_spans(path) if _is_list(path) else _line_spans(path):
+                self._starts.append(start)
+                self._ends.append(end)
+            self._counts.append(len(self._starts))
+        path = paths[0]
         if not self._starts:
             raise ConfigError(f"{path} is empty; it needs one JSON object a line{_OR_LIST[path.suffix]}")
-        for index in range(len(self)):  # the first ones may be damaged
+        if next(self.layouts(), None) is None:  # the first ones may be damaged
+            raise ConfigError(
+                f"{path}: no line of it is a JSON object; it needs one a line{_OR_LIST[path.suffix]}{_outer_list(path)}"
+            )
+
+    def layouts(self) -> Iterator[list[str]]:
+        """The keys of each object that can be read."""
+        for index in range(len(self)):
             try:
-                self.columns = list(self[index].keys())
-                break
+                yield list(self[index].keys())
             except (AttributeError, DataError):
-                if index + 1 == len(self):
-                    raise ConfigError(
-                        f"{path}: no line of it is a JSON object; it needs one a line{_OR_LIST[path.suffix]}"
-                    ) from None
+                continue
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def __getitem__(self, index: int) -> Any:
-        with self.path.open("rb") as file:
+        path = self.paths[bisect.bisect_right(self._counts, index)]
+        with path.open("rb") as file:
             file.seek(self._starts[index])
             text = file.read(self._ends[index] - self._starts[index])
         try:
             return json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"sample {index} of {self.path}: not valid JSON: {error}") from None
+            raise DataError(f"sample {index} of {path}: not valid JSON: {error}") from None
 
 
 _OR_LIST = {".jsonl": "", ".json": ", or one list of objects"}
+
+
+def _check_encoding(path: Path) -> None:
+    with path.open("rb") as file:
+        head = file.read(2)
+    if head in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) or (len(head) == 2 and head.strip(b"\0") in (b"{", b"[")):
+        raise ConfigError(
+            f"{path} is UTF-16 or UTF-32, but JSON is read as UTF-8; convert the file, for example by iconv"
+        )
+
+
+def _outer_list(path: Path) -> str:
+    """What to change if a .json file is one object, of some lines, that has a list of objects."""
+    if path.suffix != ".json" or path.stat().st_size > _MOST_OUTER_BYTES:
+        return ""
+    try:
+        lists = lists_of_objects(json.loads(path.read_bytes()))
+    except (ValueError, RecursionError):
+        return ""
+    return f"; it is one object with the list {lists[0]!r}: write that list alone" if lists else ""
+
+
+_MOST_OUTER_BYTES = 2**26
+"""Of a file that is decoded as a whole to say what is wrong with it."""
+
+
+def lists_of_objects(row: Any) -> list[str]:
+    """The keys of an object whose values are lists of objects."""
+    items = row.items() if isinstance(row, dict) else ()
+    return [key for key, value in items if isinstance(value, list) and value and isinstance(value[0], dict)]
 
 
 def _is_list(path: Path) -> bool:

@@ -10,14 +10,16 @@ Images in parquet and hub data are the `Image` feature (bytes or a path). In JSO
 import difflib
 import hashlib
 import importlib.util
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from mmtrain.config.data import DataConfig
 from mmtrain.data.dataset_cards import check_card, check_files
-from mmtrain.data.readers import JSON_ENDINGS, JsonRows, ParquetRows
+from mmtrain.data.readers import JSON_ENDINGS, JsonRows, ParquetRows, lists_of_objects
 from mmtrain.errors import ConfigError, DataError, one_line
 from mmtrain.spec.hub_files import local_path, near_name
 
@@ -112,13 +114,15 @@ def open_source(data: DataConfig, split: str, kind: RecordKind[R_co]) -> Source[
     """
     path = local_path("data.source", data.source) or Path(data.source)
     name = f"{data.source} ({split})"
-    if file := _json_file(path, split):
-        return _local(JsonRows(file), data, kind, name, _folder_of([str(file)], ""))
+    if json_files := _json_files(path, split):
+        return _json_source(JsonRows(*json_files), data, kind, name, _folder_of([str(file) for file in json_files], ""))
     if not _has_datasets():
         files = [str(file) for file in _parquet_files(path, split)]
-        return _local(ParquetRows(files), data, kind, name, _folder_of(files, str(path)))
+        parquet = ParquetRows(files)
+        make = _without_nulls(kind.recognise(name, parquet.columns))
+        return _local(parquet, data, make, name, _folder_of(files, str(path)))
     rows, columns, folder = _load_dataset(data, path, split)
-    make = kind.recognise(name, columns)
+    make = _without_nulls(kind.recognise(name, columns))
     rows = rows.select_columns([column for column in columns if column in kind.columns])
     if data.streaming:
         return StreamSource(lambda i: iter(rows.skip(i)), make, name, folder)
@@ -155,13 +159,44 @@ class Sources(Generic[R_co]):
         return number // len(self._sources), self._names[number % len(self._sources)]
 
 
-def _local(
-    rows: JsonRows | ParquetRows, data: DataConfig, kind: RecordKind[R_co], name: str, folder: str
-) -> Source[R_co]:
-    make = kind.recognise(name, rows.columns)
+def _json_source(rows: JsonRows, data: DataConfig, kind: RecordKind[R_co], name: str, folder: str) -> Source[R_co]:
+    """The records of JSON, whose objects may have keys of their own: some of the first ones must be records."""
+    first: ConfigError | None = None
+    for columns in islice(rows.layouts(), _MOST_LAYOUTS):
+        try:
+            return _local(rows, data, kind.recognise(name, columns), name, folder)
+        except ConfigError as error:
+            first = first or error
+    assert first is not None, "JsonRows has an object that can be read"
+    if len(rows) == 1 and (lists := lists_of_objects(rows[0])):
+        raise ConfigError(f"{first}; it is one object: if its records are the list {lists[0]!r}, write that list alone")
+    raise first
+
+
+_MOST_LAYOUTS = 100
+"""Objects at the start of a JSON file among which one must be a record."""
+
+
+def _local(rows: JsonRows | ParquetRows, data: DataConfig, make: Make[R_co], name: str, folder: str) -> Source[R_co]:
     if data.streaming:
         return StreamSource(lambda i: map(rows.__getitem__, range(i, len(rows))), make, name, folder)
     return IndexedSource(rows, make, name, folder)
+
+
+def _without_nulls(make: Make[R_co]) -> Make[R_co]:
+    """The same for rows of tables, where a struct has every key that one of them has: null stands for an absent key."""
+    return lambda row, index, name, folder: make(
+        {column: _present(value) for column, value in row.items()}, index, name, folder
+    )
+
+
+def _present(value: Any) -> Any:
+    """A value without the null keys of the structs in it."""
+    if isinstance(value, dict):
+        return {key: _present(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list) and any(isinstance(inner, dict | list) for inner in value[:1]):
+        return [_present(inner) for inner in value]
+    return value
 
 
 def _folder_of(files: Sequence[str], source: str) -> str:
@@ -177,41 +212,63 @@ def _folder_of(files: Sequence[str], source: str) -> str:
 _BOOKKEEPING = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json")
 _NO_RECORDS = (*_BOOKKEEPING, "metadata.jsonl")
 """Files that are not records of ours; `datasets` makes records of metadata.jsonl and the images that it names."""
-_HELD_OUT = ("validation", "valid", "val", "dev", "test", "eval")
-"""Names of files that are not for training."""
+_HELD_OUT = {"validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation", "heldout"}
+"""Words in names of files that are not for training."""
 
 
-def _json_file(path: Path, split: str) -> Path | None:
-    """The .jsonl or .json file of a split: `path` itself (its one split is train), or SPLIT.jsonl or SPLIT.json in a
-    folder; for train also data.jsonl, data.json or the only such file."""
+def _is_held_out(file: Path) -> bool:
+    """Whether the name of a file has such a word: my_test.jsonl, llava_val2014.json, ScienceQATest.json."""
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", file.stem)
+    return not _HELD_OUT.isdisjoint(word.lower() for word in words)
+
+
+def _json_files(path: Path, split: str) -> list[Path]:
+    """The .jsonl or .json files of a split: `path` itself (its one split is train), or SPLIT.jsonl, SPLIT.json or its
+    shards in a folder; for train also data.jsonl, data.json or the only such file that is not held out by its name."""
     if path.suffix in JSON_ENDINGS and path.is_file():
         if split != "train":
             raise ConfigError(
                 f"data.source = {str(path)!r} is one file, whose only split is 'train'; for {split!r} name a "
                 f"folder with train.jsonl and {split}.jsonl"
             )
-        return path
+        return [path]
     if not path.is_dir():
-        return None
+        return []
     files = [file for ending in JSON_ENDINGS for file in sorted(path.glob(f"*{ending}"))]
     files = [file for file in files if file.name not in _NO_RECORDS]
     named = {file.stem: file for file in reversed(files)}
     if split in named:
-        return named[split]
+        return [named[split]]
     if not files or any(path.rglob("*.parquet")):
-        return None
-    others = [file for file in files if file.stem not in _HELD_OUT]
+        return []
+    if shards := _shards(files, split):
+        return shards
+    others = [file for file in files if not _is_held_out(file)]
     train = named.get("train") or named.get("data") or (others[0] if len(others) == 1 else None)
     if train and split == "train":
-        return train
-    parts = any(file.stem.startswith(split) for file in files)  # as train-00000-of-00002.json
-    if (parts or (path / "README.md").is_file()) and all(file.suffix == ".json" for file in files):
-        return None  # `datasets` may know them
+        return [train]
+    parts = any(file.stem.startswith(split) for file in files)  # as train_0.json
+    if parts or (path / "README.md").is_file():
+        return []  # `datasets` may know them
     splits = ", ".join(file.stem for file in files)
+    held_out = " (by its name held out)" if split == "train" and len(files) == 1 else ""
     raise ConfigError(
-        f"data: split {split!r} of {str(path)!r} does not exist; it has {splits}; call its file "
-        f"{split}.jsonl or {split}.json"
+        f"data: split {split!r} of {str(path)!r} does not exist; it has {splits}{held_out}; call its file "
+        f"{split}.jsonl or {split}.json, or name one file in data.source"
     )
+
+
+def _shards(files: Sequence[Path], split: str) -> list[Path]:
+    """The files SPLIT-00000-of-00002 and so on of a split, in order. Raises: ConfigError: one is missing."""
+    named = ((re.fullmatch(rf"{re.escape(split)}-(\d+)-of-(\d+)", file.stem), file) for file in files)
+    shards = sorted((int(match[1]), int(match[2]), file) for match, file in named if match)
+    numbers, counts = [number for number, _, _ in shards], {count for _, count, _ in shards}
+    if shards and (len(counts) > 1 or numbers not in (list(range(max(counts))), list(range(1, max(counts) + 1)))):
+        names = ", ".join(file.name for _, _, file in shards)
+        raise ConfigError(
+            f"data: shards of split {split!r} are missing or doubled: {names}; each of them must be there once"
+        )
+    return [file for _, _, file in shards]
 
 
 def _parquet_files(path: Path, split: str) -> list[Path]:

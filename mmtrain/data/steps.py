@@ -28,8 +28,9 @@ from mmtrain.data.packing import (
     bins_of_replica,
     plan_step,
 )
+from mmtrain.data.record_keys import UnreadKeys
 from mmtrain.data.sources import Sources
-from mmtrain.errors import ConfigError, DataError, one_line
+from mmtrain.errors import ConfigError, DataError, TooLongError, one_line
 from mmtrain.modality.metadata import AssignmentMeta, IterationMeta, MicrobatchMeta, sample_name
 from mmtrain.models.batch import Batch, check_batch
 from mmtrain.planner.assignment.step_assigner import StepAssigner, language_members
@@ -54,6 +55,8 @@ class Samples(Protocol[M, R]):
     """Capacity of a microbatch."""
     text: str
     """What `training.seq_len` counts of one sample, for errors."""
+    unread: UnreadKeys
+    """Keys of its records that nobody reads."""
 
     def measured(self, sample: int) -> M | None:
         """The sample of an index, read up to its headers; None behind the end of a stream.
@@ -63,6 +66,9 @@ class Samples(Protocol[M, R]):
 
     def num_text_tokens(self, measured: M) -> int:
         """Number of tokens that `training.seq_len` limits."""
+
+    def shorter(self, measured: M) -> str:
+        """What to change about a sample that is too long."""
 
     def truncated(self, measured: M, num_tokens: int) -> M:
         """The sample with its first num_tokens tokens. Raises: DataError: it cannot be truncated."""
@@ -176,6 +182,10 @@ class StepMaker:
         meta = AssignmentMeta(digest=assignment.digest, reason=assignment.message, seconds=time.perf_counter() - start)
         return [[(*items[index], early) for index, early in members] for members in microbatches], meta
 
+    def notes(self) -> list[str]:
+        """What is new to say about the samples that were read: keys that nobody reads."""
+        return self._samples.unread.take()
+
     @property
     def limits(self) -> tuple[Limit, ...]:
         """Capacity of a microbatch."""
@@ -211,14 +221,14 @@ class StepMaker:
             if measured is None:
                 return None
         except DataError as error:
-            if data.on_error == "raise":
+            if data.on_error == "raise" and not (isinstance(error, TooLongError) and data.too_long == "skip"):
                 raise
             return Dropped(sample=sample, reason=str(error))
         length = samples.num_text_tokens(measured)
         if length > limit:
             reason = f"{self._name(sample)}: {length} {samples.text} do not fit training.seq_len = {limit}"
             if data.too_long == "raise":
-                raise DataError(f'{reason}; set data.too_long = "skip" or "truncate", or a larger seq_len')
+                raise DataError(f"{reason}; {samples.shorter(measured)}")
             if data.too_long == "skip":
                 return Dropped(sample=sample, reason=reason)
             measured = samples.truncated(measured, limit)
@@ -271,6 +281,6 @@ def _made(name: str, make: Callable[[], T]) -> T:
     except (ConfigError, AssertionError):
         raise
     except DataError as error:
-        raise DataError(one_line(error)) from error
+        raise type(error)(one_line(error)) from error
     except Exception as error:  # libraries raise any kind of error
         raise DataError(f"{name} cannot be used: {type(error).__name__}: {one_line(error)}") from error

@@ -6,7 +6,7 @@ of moving shapes (the results are deterministic).
 
 import argparse
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,11 @@ from mmtrain.config.data import TokenizerConfig
 from mmtrain.config.model import ModelConfig, placeholder
 from mmtrain.data.tokenizer_limits import limited
 from mmtrain.errors import ConfigError, one_line
+from mmtrain.spec.composites import COMPOSITES
 from mmtrain.spec.hub_files import fetched, find_file, local_path, no_folder, read_json, unreachable
 from mmtrain.spec.job_files import check_steps, check_tokenizer
 from mmtrain.spec.model_configs import language_config
+from mmtrain.spec.modules import whole_kind
 
 SHIPPED = Path(__file__).resolve().parent.parent / "assets" / "tokenizer"
 """Folder of the default tokenizer, of `tokenizer.path = ""`."""
@@ -46,9 +48,18 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-"""Chat template of the default tokenizer, and of any tokenizer without one."""
+"""Chat template of the default tokenizer, and of any tokenizer without one that has its tokens."""
 
-_PROBE = "a message of a user"
+_PLAIN = (
+    "{% for message in messages %}"
+    "{{ message['role'] + ':\\n' + message['content'] }}{{ eos_token if message['role'] == 'assistant' }}{{ '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:\\n' }}{% endif %}"
+)
+"""Chat template of a tokenizer without one and without the tokens of ChatML."""
+
+PROBE = "a message\nof two lines"
+"""A text that a template which writes a list in Python's form does not show."""
 
 
 def job_tokenizer(config: Config) -> Any:
@@ -88,7 +99,7 @@ def load_tokenizer(section: TokenizerConfig, *, captions: bool = False, model: M
             f"tokenizer.image_token = {section.image_token!r} is no special token of {path!r}; it has {likely}"
         )
     if not captions:
-        tokenizer.chat_template = _chat_template(section, path, tokenizer)
+        tokenizer.chat_template = _chat_template(section, path, tokenizer, model)
         content_form(tokenizer)
     return tokenizer
 
@@ -131,18 +142,31 @@ def read_tokenizer(path: str) -> Any:
     return limited(tokenizer)
 
 
-def _chat_template(section: TokenizerConfig, path: str, tokenizer: Any) -> Any:
-    """The chat template of a job. Args: path: of the tokenizer."""
+def _chat_template(section: TokenizerConfig, path: str, tokenizer: Any, model: ModelConfig | None) -> str:
+    """The chat template of a job: of the files that a folder may have, the one that a processor of transformers takes.
+
+    Args: path: of the tokenizer. model: whose class may have a template of its own.
+    """
     if section.chat_template:
         key, source = "tokenizer.chat_template", local_path("tokenizer.chat_template", section.chat_template)
         if source is None or not source.is_file():
             raise ConfigError(f"{key} = {section.chat_template!r} is no file; name one with a Jinja template")
-    elif tokenizer.chat_template:
-        return tokenizer.chat_template
-    else:
-        key, source = "tokenizer.path", find_file("tokenizer.path", path, "chat_template.json", optional=True)
-        if source is None:
-            return CHATML
+        return _stored_template(key, source)
+    key = "tokenizer.path"
+    if path != str(SHIPPED):
+        whole = find_file(key, path, "processor_config.json", optional=True)
+        if whole is not None and read_json(key, whole).get("chat_template") is not None:
+            return _stored_template(key, whole)
+        older = find_file(key, path, "chat_template.json", optional=True)
+        if older is not None:
+            return _stored_template(key, older)
+    own = tokenizer.chat_template
+    own = own.get("default") if isinstance(own, Mapping) else own
+    return own or (_class_template(model) if model else "") or _without_template(tokenizer)
+
+
+def _stored_template(key: str, source: Path) -> str:
+    """The chat template in a file, Jinja or JSON. Args: key: of the config that names it."""
     if source.suffix != ".json":
         try:
             return source.read_text(encoding="utf-8")
@@ -154,27 +178,53 @@ def _chat_template(section: TokenizerConfig, path: str, tokenizer: Any) -> Any:
     return template
 
 
-def content_form(tokenizer: Any) -> Callable[[str], Any]:
+def _class_template(model: ModelConfig) -> str:
+    """The chat template that the processor class of a whole model has of its own; empty: it has none."""
+    import transformers
+
+    kind = whole_kind(model)
+    processor = getattr(transformers, f"{COMPOSITES[kind].class_name}Processor", None) if kind else None
+    own = getattr(processor, "default_chat_template", None)
+    return str(own.fget(processor)) if isinstance(own, property) and own.fget else ""
+
+
+def _without_template(tokenizer: Any) -> str:
+    """The chat template of a tokenizer without one, in tokens that it has."""
+    return CHATML if {"<|im_start|>", "<|im_end|>"} <= tokenizer.get_added_vocab().keys() else _PLAIN
+
+
+def content_form(tokenizer: Any, role: str = "user", *, parts_first: bool = False) -> Callable[[str], Any]:
     """What makes of a message's text what the chat template shows: the text itself, or a list of one part with it.
 
-    Raises: ConfigError: the template shows neither.
+    Args: role: of the message. parts_first: which of the two, if the template shows either.
+    Raises: ConfigError: the template shows neither of a user's message.
     """
+    before: list[dict[str, Any]] = []
+    if role != "user":
+        user = content_form(tokenizer, parts_first=parts_first)
+        before = [{"role": "user", "content": user("?")}] if role != "system" else []
+        before += [{"role": "assistant", "content": user("!")}] if role not in ("system", "assistant") else []
+    behind = [{"role": "user", "content": user("?")}] if role == "system" else []
     reason = "it shows no text of a user's message"
-    for form in (str, _one_part):
+    for form in (one_part, str) if parts_first else (str, one_part):
+        messages = [*before, {"role": role, "content": form(PROBE)}, *behind]
         try:
-            shown = tokenizer.apply_chat_template([{"role": "user", "content": form(_PROBE)}], tokenize=False)
+            shown = tokenizer.apply_chat_template(messages, tokenize=False)
         except Exception as error:  # templates are programs: jinja errors, and any error of their filters
             reason = one_line(error)
             continue
-        if _PROBE in shown:
+        if PROBE in shown:
             return form
+    if role != "user":
+        return str
     raise ConfigError(
         f"the chat template of the tokenizer {tokenizer.name_or_path!r} cannot be used: {reason}; name a file with "
         "another one in tokenizer.chat_template"
     )
 
 
-def _one_part(text: str) -> list[dict[str, str]]:
+def one_part(text: str) -> list[dict[str, str]]:
+    """The content of a message whose only part is a text."""
     return [{"type": "text", "text": text}]
 
 

@@ -5,17 +5,20 @@ file; or one folder, whose images sorted by name are the frames), `latents` (a .
 bytes) or `video` (the `Video` feature, or a path). It may have `fps`. All content stays encoded.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mmtrain.data.media import RawImage, check_text, folder_frames, frame_rate, raw_image, resolved
+from mmtrain.data.record_keys import REFUSED_COLUMNS, check_columns, unread
 from mmtrain.data.sources import Make, RecordKind, check_column
 from mmtrain.errors import ConfigError, DataError, shown
 
 CONTENTS = ("frames", "latents", "video")
 """Columns with content: a record has exactly one of them."""
+
+_READ = ("caption", *CONTENTS, "fps")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +36,15 @@ class VideoRecord:
     video: RawImage | None = None
     fps: float | None = None
     """Frames (or latent frames) a second; None: not in the record."""
+    unread: tuple[str, ...] = ()
+    """Keys of the row that are not read and not known to be harmless."""
 
 
-def make_video_record(row: Any, index: int, name: str, folder: str = "") -> VideoRecord:
-    """The clip of a row.
+def make_video_record(row: Any, index: int, name: str, folder: str = "", columns: Sequence[str] = ()) -> VideoRecord:
+    """The clip of a row. Args: columns: of its source, which may not all be decoded.
 
-    Raises: DataError: a column is missing or invalid, or the row has not exactly one kind of content.
+    Raises: DataError: a column is missing or invalid, or the row has not exactly one kind of content, or asks for
+        something else than is learnt.
     """
     where = f"sample {index} of {name}"
     if not isinstance(row, Mapping):
@@ -52,7 +58,9 @@ def make_video_record(row: Any, index: int, name: str, folder: str = "") -> Vide
         has = " and ".join(f"`{column}`" for column in held) or ", ".join(map(str, row))
         raise DataError(f"{where}: it has {has}; it must have one of `frames`, `latents` and `video`")
     check_text(caption, f"{where}: `caption`")
-    made = VideoRecord(sample=index, caption=caption, fps=frame_rate(row.get("fps"), where))
+    check_columns(row, _READ, where)
+    keys = tuple(unread({**dict.fromkeys(columns, True), **row}, _READ))
+    made = VideoRecord(sample=index, caption=caption, fps=frame_rate(row.get("fps"), where), unread=keys)
     return _with_content(made, held[0], row[held[0]], where, folder)
 
 
@@ -84,8 +92,8 @@ def _recognise(name: str, columns: list[str]) -> Make[VideoRecord]:
         raise ConfigError(
             f"data.source {name} has none of the columns `frames`, `latents` and `video`; it has {', '.join(columns)}"
         )
-    return make_video_record
+    return lambda row, index, name, folder: make_video_record(row, index, name, folder, columns)
 
 
-CLIPS = RecordKind(columns=("caption", *CONTENTS, "fps"), recognise=_recognise)
+CLIPS = RecordKind(columns=(*_READ, *REFUSED_COLUMNS), recognise=_recognise)
 """Records of video clips with captions."""

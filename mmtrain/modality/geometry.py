@@ -104,6 +104,31 @@ class ImageGeometry:
         return frames * (height // self.merge) * (width // self.merge) + self.extra_tokens
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnSize:
+    """What a record says about the size of one image, pixels; 0: nothing."""
+
+    min_pixels: int = 0
+    max_pixels: int = 0
+    resized_height: int = 0
+    resized_width: int = 0
+
+    def resized(self, height: int, width: int, geometry: ImageGeometry) -> tuple[int, int]:
+        """(height, width) that the geometry then resizes by its own limits. Args: of the image, pixels.
+
+        Raises: DataError: the encoder's images have no size of their own, or as `smart_resize`.
+        Source: `fetch_image` of the package qwen-vl-utils, with its limits of 4 and 16384 tokens.
+        """
+        if geometry.layout != "packed" or geometry.max_patches:
+            keys = ", ".join(f"`{name}`" for name in self.__slots__ if getattr(self, name))
+            raise DataError(f"it has {keys}, but all images of this encoder get one size or area; remove them")
+        factor = geometry.patch_size * geometry.merge
+        least, most = self.min_pixels or 4 * factor**2, self.max_pixels or 16384 * factor**2
+        if self.resized_height:
+            height, width, least, most = self.resized_height, self.resized_width, 4 * factor**2, 16384 * factor**2
+        return smart_resize(height, width, factor=factor, min_pixels=least, max_pixels=most)
+
+
 def smart_resize(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
     """(height, width) in pixels: multiples of `factor`, with an area inside of the limits and nearly the same ratio.
 

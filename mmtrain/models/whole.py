@@ -76,6 +76,9 @@ def whole_config(model: ModelConfig, tokens: Mapping[str, int]) -> PreTrainedCon
         **known,
     )
     config.architectures = [class_name(kind)]
+    seen = getattr(config, whole.parts["model.encoder"].config)
+    if hasattr(seen, "vision_use_head"):
+        seen.vision_use_head = False  # SigLIP's pooler, whose output no whole model reads
     return config
 
 

@@ -6,7 +6,7 @@ Rank 0 logs and writes; every rank makes the same calls, as counts and times are
 import errno
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,8 @@ import torch
 from mmtrain.config import config as config_module
 from mmtrain.config.config import Config
 from mmtrain.config.toml_sections import to_dict
+from mmtrain.data.chat_templates import prompt_notes
+from mmtrain.data.tokenizer import job_tokenizer
 from mmtrain.errors import ConfigError, MMTrainError
 from mmtrain.launch.folder_owner import owned
 from mmtrain.modality.metadata import IterationMeta
@@ -227,6 +229,15 @@ def log_start(config: Config, planner: IterationPlanner, device: torch.device, c
     threads = search_threads(config.planner.threads, num_cores(), num_ranks)
     for line in start_lines(config, planner, device=device.type, threads=threads, cut_s=cut_s):
         logger.info("%s", line)
+
+
+def log_prompts(config: Config) -> None:
+    """Logs what is amiss with the prompts of a job that reads conversations."""
+    if config.model.dit is not None:
+        return
+    with suppress(MMTrainError):  # which the loader raises, on all ranks
+        for line in prompt_notes(job_tokenizer(config)):
+            logger.info("%s", line)
 
 
 @contextmanager

@@ -419,16 +419,18 @@ def test_the_newest_or_a_named_checkpoint(tmp_path, capsys):
         assert f"after step {step}," in (tmp_path / folder / "README.md").read_text()
 
 
-def test_generation_settings_of_the_source_are_kept(tmp_path):
+@pytest.mark.parametrize(("stops", "exported"), [([7, 2], [7, 2]), (7, 2), (None, 2)])
+def test_generation_settings_of_the_source_are_kept_but_for_another_stop(tmp_path, stops, exported):
     save_run(tmp_path / "first", model_config(None))
     export(tmp_path / "first", tmp_path / "source")
-    settings = {"eos_token_id": 7, "temperature": 0.25, "do_sample": True}
+    settings = {"eos_token_id": stops, "temperature": 0.25, "do_sample": True}
     (tmp_path / "source/language/generation_config.json").write_text(json.dumps(settings))
     base = model_config(None)
     section = dataclasses.replace(base.language, config={}, pretrained=str(tmp_path / "source/language"))
     save_run(tmp_path / "second", dataclasses.replace(base, language=section))
     export(tmp_path / "second", tmp_path / "out")
-    assert json.loads((tmp_path / "out/language/generation_config.json").read_text()) == settings
+    found = json.loads((tmp_path / "out/language/generation_config.json").read_text())
+    assert found == settings | {"eos_token_id": exported}, "answers end with token 2, <|im_end|>"
 
 
 def broken(run: Path, change) -> None:

@@ -69,7 +69,8 @@ def test_transformers_reads_the_trained_model_and_its_processor(tmp_path, whole,
     assert inputs["input_ids"][0].count(processor.audio_token_id) == 10
     wanted = extractor()(sound, sampling_rate=RATE, return_tensors="pt")["input_features"]
     torch.testing.assert_close(torch.as_tensor(inputs["input_features"]), wanted)
-    assert json.loads((tmp_path / "out/generation_config.json").read_text()) == {"top_k": 7}
+    settings = json.loads((tmp_path / "out/generation_config.json").read_text())
+    assert settings == {"top_k": 7, "eos_token_id": 2}, "answers end with token 2, <|im_end|>"
 
 
 def test_the_next_job_starts_where_the_folder_ends(tmp_path, whole):

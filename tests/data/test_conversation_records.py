@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from mmtrain.config.data import DataConfig, TokenizerConfig
+from mmtrain.data import questions
 from mmtrain.data.conversation_records import CONVERSATIONS, FORMS, Record, conversation_form
 from mmtrain.data.media_readers import SoundReader, vision_readers
 from mmtrain.data.pixels import pixel_rules
 from mmtrain.data.processor import Document, Processor
+from mmtrain.data.questions import question_before
 from mmtrain.data.sources import open_source
 from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.errors import ConfigError, DataError
@@ -29,6 +31,7 @@ TURNS = [{"from": "human", "value": "<image>What colour?"}, {"from": "gpt", "val
 MESSAGES = [{"role": "user", "content": "<image>What colour?"}, {"role": "assistant", "content": "red"}]
 
 TEXT = {"type": "text", "text": "What colour?"}
+VALUE = {"type": "text", "value": "What colour?"}
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +111,14 @@ ROWS: dict[str, dict[str, Any]] = {
     },
     "The Cauldron": {"images": ["images/0.png"], "texts": [{"user": "What colour?", "assistant": "red"}]},
     "question and answer": {"image": "images/0.png", "question": "What colour?", "answer": "red"},
+    "webdataset": {"__key__": "0", "jpg": "images/0.png", "txt": "red"},
+    "parts of LLaMA-Factory": {
+        "messages": [
+            {"role": "user", "content": [{"type": "image", "value": "images/0.png"}, VALUE]},
+            {"role": "assistant", "content": [{"type": "text", "value": "red"}]},
+        ]
+    },
+    "base64 alone": {"image": base64.b64encode(png(56, 56)).decode(), "question": "What colour?", "answer": "red"},
     "a question that marks its image": {"image": "images/0.png", "question": "<image>What colour?", "answer": "red"},
 }  # fmt: skip
 
@@ -116,7 +127,49 @@ ROWS: dict[str, dict[str, Any]] = {
 def test_each_form_gives_the_same_tokens(folder: Path, processor: Processor, name: str) -> None:
     record = read_row(folder, ROWS[name])
     assert [image.read(10**6) for image in record.images] == [png(56, 56)]
-    assert text_of(processor, processor.document(record)) == expected(processor)
+    question = "" if "txt" in ROWS[name] else "What colour?"
+    assert text_of(processor, processor.document(record)) == expected(processor, question)
+
+
+def test_each_row_has_the_form_of_its_own_columns(folder: Path) -> None:
+    rows = [*ROWS.values(), {"caption": "red", "image": "images/0.png"}]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = open_source(DataConfig(source=str(folder)), "train", CONVERSATIONS)
+    answers = [source[index].messages[-1]["content"] for index in range(len(rows))]  # type: ignore[union-attr]
+    assert [answer if isinstance(answer, str) else answer[0]["text"] for answer in answers] == ["red"] * len(rows)
+
+
+TYPED = [{"type": "image", "image": "images/0.png"}, {"type": "text", "text": "An <image>?"}]
+PLAIN = [{"type": "image"}, TYPED[1]]
+SVG = "<svg><image></svg>"
+
+
+@pytest.mark.parametrize(
+    ("row", "question", "answer"),
+    [
+        ({"messages": [{"role": "user", "content": TYPED}, {"role": "assistant", "content": SVG}]},
+         "{image}An <image>?", SVG),
+        ({"image": "images/0.png",
+          "messages": [{"role": "user", "content": PLAIN}, {"role": "assistant", "content": "x"}]},
+         "{image}An <image>?", "x"),
+        ({"image": "images/0.png",
+          "messages": [{"role": "user", "content": "<image>!"}, {"role": "assistant", "content": "<svg>\\<image>"}]},
+         "{image}!", "<svg><image>"),
+        ({"image": "images/0.png", "question": "A \\<image>?", "answer": "x"}, "{image}A <image>?", "x"),
+        ({"question": "A \\<video>, \\<b>?", "answer": "x"}, "A <video>, \\<b>?", "x"),
+    ],
+)  # fmt: skip
+def test_placeholders_that_are_text(
+    folder: Path, processor: Processor, row: dict[str, Any], question: str, answer: str
+) -> None:
+    """Those after a backslash, and those of records whose images all have parts, which are text for transformers."""
+    record = read_row(folder, row)
+    image = "<|vision_start|>" + "<|image_pad|>" * 4 + "<|vision_end|>"
+    tokens = text_of(processor, processor.document(record))
+    said = question.format(image=image)
+    assert tokens == f"<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
+    assert question_before(record, 1).reference == answer
+    assert questions.text_of(record.messages[0]) == question.format(image="<image>")
 
 
 @pytest.mark.parametrize("column", ["caption", "text"])
@@ -180,18 +233,27 @@ def test_images_of_parts_and_of_columns_keep_their_order(folder: Path) -> None:
         ({"conversations": [{"from": ["human"], "value": "a"}]}, r"a turn is from \['human'\]; it must be"),
         ({"conversations": "hello"}, "`conversations` is not a list of role and content, or from and value"),
         ({"texts": [{"user": "a"}]}, "`assistant` of `texts` is a NoneType; it must be text"),
-        ({"texts": []}, "`texts` is empty"),
+        ({"texts": []}, "its `texts` is empty; its columns are texts$"),
+        ({"messages": None}, "its `messages` is null; its columns are messages$"),
+        ({"messages": None, "text": "a"}, "its `messages` is null; its columns are messages, text$"),
+        ({"question": "a", "id": 1}, "no `answer`; its columns are question, id$"),
+        ({"txt": "a"}, "no image, video or sound; it has only `txt`, a text about one$"),
+        ({"id": 1}, "no conversation; its columns are id; it needs `messages`, `conversations`, `texts`, `question`"),
+        ({"image": "a.png", "text": "a", "caption": "b"}, "it has `caption` with .* and `text` with .*, each of wh"),
         ({"texts": {"user": ["a", "b"], "assistant": ["c"]}}, "`texts` is not a list of user and assistant"),
         ({"messages": {"role": 5}}, "`messages` is not a list of role and content"),
         ({"question": "a", "answer": ["b", "c"]}, "`answer` is a list; it must be text"),
         ({"image": "a.png", "jpg": "b.png", "question": "a", "answer": "b"}, "it has `image` and `jpg`; keep"),
         ({"images": "a.png", "question": "a", "answer": "b"}, "`images` is a str; it must be a list"),
-        ({"question": "a", "answer": None}, "no `answer`; it has question, answer"),
+        ({"question": "a", "answer": None}, "its `answer` is null; its columns are question, answer$"),
     ],
 )  # fmt: skip
 def test_bad_rows_are_named(folder: Path, row: dict[str, Any], message: str) -> None:
+    """And one that is of no form does not decide for its source."""
+    (folder / "train.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps(ROWS['LLaVA'])}\n")
     with pytest.raises(DataError, match=f"^sample 0 of .*: {message}"):
-        read_row(folder, row)
+        read(folder)
+    assert read(folder, 1).messages[1]["content"] == "red"
 
 
 @pytest.mark.parametrize(
@@ -201,7 +263,12 @@ def test_bad_rows_are_named(folder: Path, row: dict[str, Any], message: str) -> 
          "0 `<image>` placeholders in its messages, but 1 images; write `<image>` in its text once for each image"),
         ([{"role": "human", "content": "<image>"}, MESSAGES[1]],
          "a message has the role 'human'; the roles are system, user, assistant"),
-        ([{"from": "human", "value": None}, TURNS[1]], "a message's content is a NoneType"),
+        ([{"from": "human", "value": None}, TURNS[1]],
+         "a message's `content` is absent or null; write text or a list of parts (its keys are role, content)"),
+        ([{"from": "human", "text": "a"}, TURNS[1]],
+         "a message's `content` is absent or null; write text or a list of parts (its keys are role, content, text)"),
+        ([{"role": "user", "content": [{"type": "text", "content": "a"}]}, MESSAGES[1]],
+         "a part of type 'text' has `text` = None; write its text there (its keys are type, content)"),
     ],
 )  # fmt: skip
 def test_bad_conversations_are_named(folder: Path, processor: Processor, turns: Any, message: str) -> None:
@@ -214,12 +281,14 @@ def test_bad_conversations_are_named(folder: Path, processor: Processor, turns: 
     ("columns", "message"),
     [
         ("message images",
-         r"has the columns message, images, but a conversation needs `messages` or `conversations` or "
-         r"`texts` or `question` with `answer` or `caption` with an image, video or sound or `text` with an image, "
-         r"video or sound; "
-         r"did you mean 'message'\? rename it to 'messages'$"),
+         r"has the columns message, images, but a conversation needs `messages`, `conversations`, `texts`, `question` "
+         r"with `answer`, or an image, video or sound with one of `caption`, `text`, `txt`; "
+         r"if 'message' is a list of turns, rename it to 'messages'$"),
+        ("txt __key__", r"has the columns txt, __key__, but .*; rename yours, or write them as `messages` \(docs"),
+        ("text", r"has the columns text, but .*; rename yours, or write them as `messages` \(docs"),
         ("id image", "has the columns id, image, but .*; rename yours, or write them as `messages`"),
         ("caption", "has the columns caption, but"),
+        ("prompt chosen rejected", "has the columns prompt, .*; these are of training on preferences, which mmtrain does n"),
         ("caption frames fps", r".*; these are clips, which a job with \[model.dit\] reads$"),
         ("image text caption", r"has `caption` with an .* and `text` with an image, video or sound, each of which"),
         ("image text question answer", "has `question` with `answer` and `text` with an image, video or sound, each"),

@@ -289,7 +289,8 @@ def test_bad_sounds_are_one_line(folder: Path, name: str) -> None:
 
 def test_a_sound_that_is_too_long_is_raised_or_skipped(folder: Path) -> None:
     rows = [ONE | {"audio": "long.wav"}, ONE]
-    with pytest.raises(DataError, match=r"sample 0: \d+ tokens do not fit training.seq_len = 64; set data.too_long"):
+    said = r"sample 0: \d+ tokens do not fit training.seq_len = 64; its sounds have 75 of them: set data.too_long"
+    with pytest.raises(DataError, match=said):
         next(Loader(job(folder, *rows, seq_len=64)))
     for cut in ("skip", "truncate"):
         config = job(folder, *rows, seq_len=64, too_long=cut)

@@ -21,6 +21,7 @@ from mmtrain.data.media import RawImage, RawVideo
 from mmtrain.data.media_readers import vision_readers
 from mmtrain.data.pixels import pixel_rules
 from mmtrain.data.processor import Processor
+from mmtrain.data.questions import question_before
 from mmtrain.data.sources import open_source
 from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.errors import DataError
@@ -200,6 +201,23 @@ def test_text_and_tokens_of_qwen3_vl_are_those_of_its_processor(folder: Path, qw
     assert ours.tokenizer.decode(answer) == "north<|im_end|>"
 
 
+@pytest.mark.parametrize("name", ["walk", "long.npy"])
+def test_an_answer_right_behind_a_video_is_learnt_from_its_first_token(folder: Path, name: str) -> None:
+    """The captions of its frames grow the text up to where the answer begins."""
+    np.save(folder / "long.npy", array(13, 40, 56, seed=2))
+    tokenizer = load_tokenizer(TokenizerConfig())
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|video_pad|>"]})
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<|im_end|>{% endif %}{% endfor %}"
+    )
+    ours = qwen3(tokenizer)
+    record = read(folder, {"videos": [name], "messages": said("Where?<video>"), "fps": 4.0})
+    document = ours.document(record)
+    assert tokenizer.decode(document.labels[document.labels != IGNORE_INDEX]) == "north<|im_end|>"
+    prompt = ours.prompt(question_before(record, 1).record)
+    assert document.input_ids[: document.meta.prefix].tolist() == prompt.input_ids.tolist()
+
+
 def test_a_token_that_the_tokenizer_overlooks_is_named(folder: Path) -> None:
     ours = processor(token=False)
     ours.tokenizer.add_tokens([AddedToken("<|video_pad|>", special=True, single_word=True)])
@@ -370,7 +388,7 @@ def test_bad_videos_are_skipped_and_counted_as_bad_images_are(folder: Path) -> N
 
 def test_a_video_too_long_for_a_microbatch_follows_too_long(folder: Path) -> None:
     for too_long, message in (
-        ("raise", r"do not fit training.seq_len = 20; set data.too_long"),
+        ("raise", r"do not fit training.seq_len = 20; its videos have 8 of them: lower data.video_max_frames or data"),
         ("truncate", "not cut"),
     ):
         config = job(folder, [ONE], seq_len=20, too_long=too_long)

@@ -20,7 +20,7 @@ from mmtrain.data.loader import Loader, Step
 from mmtrain.data.packing import LoaderState
 from mmtrain.errors import ConfigError, DataError
 from mmtrain.models.batch import IGNORE_INDEX, Batch
-from tests.data.samples import SIGLIP, make_config, png, text_row, write_jsonl
+from tests.data.samples import QWEN, SIGLIP, make_config, png, text_row, write_jsonl
 
 
 def steps(config: Config, num: int, **options: Any) -> list[Step]:
@@ -270,6 +270,55 @@ def test_a_long_sample_with_images_is_never_cut(tmp_path: Path) -> None:
     config = make_config(source, seq_len=60, shuffle=False, too_long="truncate")
     with pytest.raises(DataError, match=r"sample 3: .* a sample with images, videos or sounds is not cut"):
         steps(config, 3)
+
+
+@pytest.mark.parametrize("too_long", ["raise", "truncate"])
+@pytest.mark.parametrize(
+    ("encoder", "advice"),
+    [(QWEN, "its images have 64 of them: lower data.max_pixels, set "), (SIGLIP, "its images have 4 of them: set ")],
+)
+def test_an_image_of_more_tokens_than_fit_names_what_limits_it(
+    tmp_path: Path, encoder: dict[str, Any], advice: str, too_long: Any
+) -> None:
+    source = write_jsonl(tmp_path, 3)
+    (tmp_path / "1.png").write_bytes(png(224, 224))
+    seq_len = 60 if encoder is QWEN else 16
+    said = rf"^sample [01]: \d+ tokens do not fit training.seq_len = {seq_len}.*; {advice}data.too_long = .skip., or"
+    with pytest.raises(DataError, match=said):
+        steps(make_config(source, encoder=encoder, seq_len=seq_len, shuffle=False, too_long=too_long), 1)
+    if encoder is QWEN:  # which what it names makes fit
+        assert steps(make_config(source, seq_len=seq_len, shuffle=False, max_pixels=20000), 1)[0][1].num_skipped == 0
+
+
+@pytest.mark.parametrize(("on_error", "too_long"), [("raise", "skip"), ("skip", "raise"), ("raise", "raise")])
+def test_text_of_too_many_bytes_is_not_tokenized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_error: Any, too_long: Any
+) -> None:
+    source = write_jsonl(tmp_path, 12, {3: text_row(500)})
+    options: dict[str, Any] = {
+        "seq_len": 4096,
+        "global_batch_size": 1,
+        "shuffle": False,
+        "on_error": on_error,
+        "too_long": too_long,
+    }
+    assert steps(make_config(source, **options), 1)[0][1].num_skipped == 0
+    longest, tokenize = [0], PreTrainedTokenizerFast.__call__
+
+    def measured(self: Any, text: str, **keywords: Any) -> Any:
+        longest[0] = max(longest[0], len(text))
+        return tokenize(self, text, **keywords)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", measured)
+    config = make_config(source, max_text_bytes=1000, **options)
+    if "skip" in (on_error, too_long):
+        assert steps(config, 1)[0][1].num_skipped == 1
+    else:
+        with pytest.raises(
+            DataError, match=r"^sample 3: its text has 2\d\d\d bytes, more than data.max_text_bytes = 1000"
+        ):
+            steps(config, 1)
+    assert 0 < longest[0] <= 1000
 
 
 def test_a_tiny_source_is_refused_with_the_numbers(tmp_path: Path) -> None:

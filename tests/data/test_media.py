@@ -14,6 +14,10 @@ def read(path: object, max_bytes: int = 100) -> bytes:
     return RawImage(data=None, path=str(path)).read(max_bytes)
 
 
+HEADS = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF89a", b"RIFF", b"BM\0", b"II*\0", b"MM\0*", b"\0\0\0 ftyp", b"ID3")
+"""How encoded files begin."""
+
+
 @pytest.mark.parametrize(
     ("value", "data", "path"),
     [
@@ -25,6 +29,8 @@ def read(path: object, max_bytes: int = 100) -> bytes:
         ({"bytes": b"abc", "path": "b.png"}, b"abc", "/here/b.png"),
         (b"abc", b"abc", ""),
         ("data:image/png;base64," + base64.b64encode(b"abc").decode(), b"abc", ""),
+        *((base64.b64encode(head + bytes(48)).decode(), head + bytes(48), "") for head in HEADS),
+        ("/9j/" + "frames/" * 9 + "0.png", None, "/9j/" + "frames/" * 9 + "0.png"),
     ],
 )
 def test_what_names_or_holds_a_file(value: Any, data: bytes | None, path: str) -> None:
@@ -110,3 +116,13 @@ def test_text_is_whole_characters() -> None:
         DataError, match=r"^text has a lone surrogate, '\\ud83d', at 1; write the whole character or remove it$"
     ):
         check_text("a\ud83d", "text")
+
+
+def test_an_address_that_does_not_answer_is_no_matter_of_paths() -> None:
+    with pytest.raises(DataError) as failure:
+        read("http://127.0.0.1:9/a.png")
+    said = str(failure.value)
+    assert said.startswith("its file 'http://127.0.0.1:9/a.png' cannot be read: ")
+    assert "127.0.0.1:9" in said.partition("cannot be read")[2]
+    assert said.endswith("; download the file, and name its path")
+    assert "relative" not in said

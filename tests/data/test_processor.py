@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 
 from mmtrain.config.data import DataConfig, TokenizerConfig
+from mmtrain.data.chat_templates import prompt_notes
 from mmtrain.data.conversation_records import Record
 from mmtrain.data.media import RawImage
 from mmtrain.data.media_readers import vision_readers
 from mmtrain.data.pixels import pixel_rules
-from mmtrain.data.processor import Document, Processor
+from mmtrain.data.processor import Document, Processor, stop_token
 from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.errors import DataError
 from mmtrain.modality.geometry import image_geometry
@@ -36,8 +37,9 @@ TEMPLATES = {
 }
 
 
-def make_processor(template: str | None = None, **options: Any) -> Processor:
+def make_processor(template: str | None = None, eos_token: str | None = "<|im_end|>", **options: Any) -> Processor:
     tokenizer = load_tokenizer(TokenizerConfig())
+    tokenizer.eos_token = eos_token
     if template:
         tokenizer.chat_template = template
     geometry = image_geometry({"model_type": "qwen2_vl"}, spatial_merge=2)
@@ -67,7 +69,7 @@ def targets(processor: Processor, document: Document) -> list[str]:
 def test_only_answers_and_their_end_are_targets(name: str) -> None:
     processor = make_processor(TEMPLATES[name])
     document = processor.document(record("<image>What colour?", "blue", "And now?", "a red pie", images=1))
-    end = {"inst": "<|endoftext|>", "parts": ""}.get(name, "<|im_end|>")
+    end = {"inst": "<|endoftext|>"}.get(name, "<|im_end|>")
     assert [t.strip() for t in targets(processor, document)] == [f"blue{end}", f"a red pie{end}"]
 
 
@@ -219,3 +221,96 @@ def test_pixels_follow_the_metadata_and_blank_hides_them() -> None:
     assert all(p.std() > 0.5 for p in seen)
     for pixels in hidden:
         assert pixels.reshape(-1, 3, 2 * 14 * 14).std(dim=(0, 2)).max() == 0
+
+
+ENDS: dict[str, tuple[str, str]] = {
+    "a special token": ("{{ m.content }}<|im_end|>\n", "<|im_end|>"),
+    "behind white space": ("{{ m.content }} <|im_end|>\n", " <|im_end|>"),
+    "two special tokens": ("{{ m.content }}<|im_end|><|vision_end|>\n", "<|im_end|>"),
+    "nothing": ("{{ m.content }} ", "<|endoftext|>"),
+    "not even a space": ("{{ m.content }}", "<|endoftext|>"),
+    "ordinary characters": ("{{ m.content }} ### ", "<|endoftext|>"),
+    "only between turns": (
+        "{{ m.content }}{% if not loop.last and m.role == 'assistant' %}<|im_end|>{% endif %}",
+        "<|endoftext|>",
+    ),
+}
+"""How a template ends a message -> what is learnt behind an answer."""
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_each_answer_ends_with_the_token_that_stops_decoding(name: str) -> None:
+    written, learnt = ENDS[name]
+    prompt = "{% if add_generation_prompt %}assistant:{% endif %}"
+    template = "{% for m in messages %}{{ m.role }}:" + written + "{% endfor %}" + prompt
+    processor = make_processor(template, eos_token="<|endoftext|>")
+    document = processor.document(record("a # b", "c < d # e", "and", "a bar"))
+    assert targets(processor, document) == [f"c < d # e{learnt}", f"a bar{learnt}"]
+    stop = stop_token(processor.tokenizer)
+    assert processor.tokenizer.decode([stop]) == learnt.strip() and processor.ending.token == stop
+    assert (document.labels == stop).sum() == 2
+    at = np.flatnonzero(document.labels == stop)
+    following = [int(token) for token in document.input_ids[at[:-1] + 1]]
+    assert all((token == stop) == (learnt != "<|endoftext|>") for token in following), "the text stays as it is served"
+    cut = processor.truncated(document, at[0] + 2)
+    assert cut.labels.tolist() == [*document.labels[: at[0] + 1].tolist(), IGNORE_INDEX]
+    assert cut.meta.answers == document.meta.answers[:1]
+    assert processor.ending.token not in processor.prompt(record("a")).input_ids[-3:]
+
+
+@pytest.mark.parametrize(("answer", "learnt"), [("", ""), ("like <image>", "like <|vision_start|><|vision_end|>")])
+def test_an_answer_without_text_at_its_end_has_the_token_too(answer: str, learnt: str) -> None:
+    text = "{% for m in messages %}{{ m.role }}:" + "{{ m.content }} {% endfor %}"
+    processor = make_processor(text + "{% if add_generation_prompt %}assistant:{% endif %}", eos_token="<|endoftext|>")
+    document = processor.document(record("a", answer, "b", "red", images=answer.count("image")))
+    assert targets(processor, document) == [f"{learnt}<|endoftext|>", "red<|endoftext|>"]
+    stops = np.flatnonzero(document.labels == processor.ending.token)
+    assert processor.tokenizer.decode(document.input_ids[: stops[0] + 1]).endswith("<|vision_end|>" if answer else "t:")
+
+
+def test_an_end_that_nothing_writes_is_one_line() -> None:
+    text = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
+    silent = make_processor(text + "{% if add_generation_prompt %}assistant: {% endif %}", eos_token=None)
+    assert stop_token(silent.tokenizer) is None
+    assert targets(silent, silent.document(record("a", "red"))) == [" red"]
+    notes = list(prompt_notes(silent.tokenizer))
+    assert [note.partition(":")[0].partition(" '")[0] for note in notes] == [
+        "no token ends an answer", "the chat template's prompt ends with"
+    ]  # fmt: skip
+    assert list(prompt_notes(make_processor().tokenizer)) == []
+
+
+def test_content_that_a_template_leaves_out_is_named() -> None:
+    shows = (
+        "{% for m in messages %}{% for p in m.content %}{% if p.type == 'image' %}{% if m.role == 'user' %}"
+        "<|vision_start|><|image_pad|><|vision_end|>{% endif %}{% else %}{{ p.text }}{% endif %}{% endfor %}<|im_end|>"
+        "{% endfor %}"
+    )
+    with pytest.raises(DataError, match="the chat template shows 1 of the 2 images of its messages; name another"):
+        make_processor(shows).document(record("<image>?", "like <image> this", images=2))
+
+
+@pytest.mark.parametrize("form", ["text", "a list"])
+def test_a_template_without_parts_gets_them_as_text(form: str) -> None:
+    """It then makes the same of a list of parts, as a server passes it, as of the text with tokens in it."""
+    shown = "m.content" if form == "text" else "m.content[0].text"
+    template = "{% for m in messages %}[{{ m.role }}]{{ " + shown + " + '<|im_end|>' }}{% endfor %}"
+    processor = make_processor(template)
+    image = "<|vision_start|><|image_pad|><|vision_end|>"
+    parts = [{"type": "text", "text": "a "}, {"type": "image"}, {"type": "text", "text": " b"}]
+    content: Any = f"a {image} b" if form == "text" else [{"type": "text", "text": f"a {image} b"}]
+    expected, ours = (
+        processor.tokenizer.apply_chat_template([{"role": "user", "content": c}], chat_template=t, tokenize=False)
+        for c, t in ((content, template), (parts, processor.template.text))
+    )
+    assert ours == expected == f"[user]a {image} b<|im_end|>"
+    tokens = processor.document(record("a <image> b", "c", images=1)).input_ids
+    whole = expected.replace("<|image_pad|>", "<|image_pad|>" * 4) + "[assistant]c<|im_end|>"
+    assert processor.tokenizer.decode(tokens) == whole
+
+
+def test_a_backslash_makes_text_of_a_placeholder() -> None:
+    processor = make_processor()
+    assert list(processor.template.parts("a \\<image> \\<video> <audio> <image>b")) == [
+        {"type": "text", "text": "a <image> <video> <audio> "}, {"type": "image"}, {"type": "text", "text": "b"}
+    ]  # fmt: skip

@@ -31,7 +31,7 @@ def test_a_list_is_read_as_json_reads_it(
     path = tmp_path_factory.getbasetemp() / "list.json"
     found = written(path, json.dumps(rows, indent=indent, ensure_ascii=ascii_only))
     assert [found[i] for i in range(len(found))] == rows
-    assert found.columns == list(rows[0])
+    assert list(found.layouts()) == [list(row) for row in rows]
 
 
 def test_one_object_a_line_in_a_json_file(tmp_path: Path) -> None:
@@ -52,6 +52,7 @@ def test_one_object_a_line_in_a_json_file(tmp_path: Path) -> None:
         ('[{"a": 1} {"a": 2}]', "' ' stands in front of object 1 of its list; write a list of objects, with one comma"),
         ('[{"a": 1}, 5, {"a": 2}]', "', 5, ' stands in front of object 1"),
         ('["x", {"a": 2}]', """'\\["x", ' stands in front of object 0"""),
+        ('{\n "info": 1, "data": [{"a": 1}]\n}', "it is one object with the list 'data': write that list alone"),
         ('{\n "data": [1]\n}', "a.json: no line of it is a JSON object; it needs one a line, or one list of objects"),
     ],
 )  # fmt: skip
@@ -78,3 +79,23 @@ def test_only_positions_are_in_memory(tmp_path: Path, name: str) -> None:
     assert found[4321]["number"] == 4321
     assert held < 40 * len(rows)  # two integers of 8 bytes each, and room to grow
     assert peak < 2**20 < 5000 * 2000
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le"])
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+def test_other_encodings_are_named(tmp_path: Path, name: str, encoding: str) -> None:
+    text = '{"a": 1}\n{"a": 2}\n'
+    with pytest.raises(ConfigError, match=f"{name} is UTF-16 or UTF-32, but JSON is read as UTF-8; convert the file"):
+        written(tmp_path / name, (text if name.endswith("l") else f"[{text[:8]}]").encode(encoding))
+
+
+def test_files_follow_each_other(tmp_path: Path) -> None:
+    texts = ['{"a": 0}\n{"a": 1}\n', "", '[{"a": 2},\n{"a": 3}]', '{"a": 4}\n{broken\n']
+    paths = [tmp_path / f"{number}.json" for number in range(len(texts))]
+    for path, text in zip(paths, texts, strict=True):
+        path.write_text(text)
+    rows = JsonRows(*paths)
+    assert [rows[index]["a"] for index in range(5)] == [0, 1, 2, 3, 4]
+    assert len(rows) == 6
+    with pytest.raises(DataError, match=r"sample 5 of .*3.json: not valid JSON"):
+        rows[5]

@@ -1,8 +1,10 @@
 import base64
+import io
 import json
 import re
 import shutil
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -187,7 +189,9 @@ def test_lines_that_are_no_record_end_neither_the_stream_nor_the_opening(tmp_pat
     path = tmp_path / "some.jsonl"
     path.write_bytes(b"\n".join([b"{broken", b"null", good[0], b"[" * 10**5, good[1]]) + b"\n")
     source = open_source(data(path, streaming=streaming), "train")
-    for index, message in enumerate(("not valid JSON", "no `messages`; it has NoneType", "", "not valid JSON", "")):
+    for index, message in enumerate(
+        ("not valid JSON", "it is a NoneType; it must be an object with `messages`, ", "", "not valid JSON", "")
+    ):
         if message:
             with pytest.raises(DataError, match=rf"sample {index} of .*some\.jsonl.*: {message}"):
                 source[index]
@@ -211,16 +215,16 @@ def test_a_source_that_is_gone_is_no_bad_sample(tmp_path: Path, streaming: bool)
 
 def test_a_missing_column_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"message": [], "images": []}) + "\n")
-    with pytest.raises(ConfigError, match=r"has the columns message, images, .*; did you mean 'message'\?"):
+    with pytest.raises(ConfigError, match=r"has the columns message, images, .*; if 'message' is a list of t"):
         open_source(data(tmp_path / "a.jsonl"), "train")
     (tmp_path / "a.jsonl").write_text(json.dumps({"id": 1, "image": "a.png"}) + "\n")
-    with pytest.raises(ConfigError, match="has the columns id, image, but a conversation needs `messages` or"):
+    with pytest.raises(ConfigError, match="has the columns id, image, but a conversation needs `messages`, "):
         open_source(data(tmp_path / "a.jsonl"), "train")
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     pq.write_table(pa.table({"text": ["x"]}), tmp_path / "a.parquet")
-    with pytest.raises(ConfigError, match="has the columns text, but a conversation needs `messages` or"):
+    with pytest.raises(ConfigError, match="has the columns text, but a conversation needs `messages`, "):
         open_source(data(tmp_path / "a.parquet"), "train")
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(ConfigError, match="is empty"):
@@ -314,6 +318,63 @@ def test_which_file_of_a_folder_is_the_training_split(tmp_path: Path) -> None:
     assert read(open_source(data(tmp_path), "train"), 0).images[0].path.endswith("train.png")
     assert read(open_source(data(tmp_path), "validation"), 0).images[0].path.endswith("validation.png")
     assert read(open_source(data(tmp_path / "other.json"), "train"), 0).images[0].path.endswith("other.png")
+
+
+@pytest.mark.parametrize("ending", ["json", "jsonl"])
+def test_shards_of_a_split(tmp_path: Path, ending: str) -> None:
+    for split, count in (("train", 2), ("validation", 1)):
+        for index in range(count):
+            path = tmp_path / f"{split}-{index:05}-of-{count:05}.{ending}"
+            # A content of another type than that of the first file, which a table could not have.
+            content = f"{split} {index}" if not index else [{"type": "text", "text": f"{split} {index}"}]
+            messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
+            path.write_text(json.dumps({"messages": messages}) + "\n")
+    source = open_source(data(tmp_path), "train")
+    assert read(source, 0).messages[1]["content"] == "train 0"
+    assert read(source, 1).messages[1]["content"] == [{"type": "text", "text": "train 1"}]
+    assert read(open_source(data(tmp_path), "validation"), 0).messages[1]["content"] == "validation 0"
+    (tmp_path / f"train-00001-of-00002.{ending}").unlink()
+    with pytest.raises(
+        ConfigError, match=f"shards of split 'train' are missing or doubled: train-00000-of-00002.{ending}"
+    ):
+        open_source(data(tmp_path), "train")
+
+
+@pytest.mark.parametrize(
+    "name", ["my_test", "test-final", "llava_val2014", "ScienceQATest", "VAL", "dev.small", "vqa-eval", "evaluation"]
+)
+def test_a_file_that_is_held_out_by_its_name_is_not_trained_on(tmp_path: Path, name: str) -> None:
+    (tmp_path / f"{name}.jsonl").write_text(json.dumps({"conversations": TURNS, "image": "held_out.png"}) + "\n")
+    with pytest.raises(
+        ConfigError, match=rf"split 'train' of .* does not exist; it has {name} \(by its name held out\); "
+    ):
+        open_source(data(tmp_path), "train")
+    assert read(open_source(data(tmp_path / f"{name}.jsonl"), "train"), 0).images[0].path.endswith("held_out.png")
+    for other in ("latest", "contest", "devices", "valuable"):
+        path = tmp_path / f"{other}.jsonl"
+        path.write_text(json.dumps({"conversations": TURNS, "image": "own.png"}) + "\n")
+        assert read(open_source(data(tmp_path), "train"), 0).images[0].path.endswith("own.png")
+        path.unlink()
+
+
+def test_a_list_inside_of_an_object_is_named(tmp_path: Path) -> None:
+    rows = [{"conversations": TURNS, "image": "0.png"}]
+    for indent in (None, 1):
+        (tmp_path / "a.json").write_text(json.dumps({"version": 1, "data": rows}, indent=indent))
+        with pytest.raises(ConfigError, match=r"list 'data'.* write that list alone"):
+            open_source(data(tmp_path / "a.json"), "train")
+
+
+def test_webdataset_of_images_and_texts(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    with tarfile.open(tmp_path / "train-000000.tar", "w") as tar:
+        for name, content in (("0.jpg", png(9, 9)), ("0.txt", b"a cat")):
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+    record = read(open_source(data(tmp_path), "train"), 0)
+    assert (record.messages[1]["content"], record.images[0].read(10**6)) == ("a cat", png(9, 9))
+    assert record.unread == ()
 
 
 def test_where_paths_of_images_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
