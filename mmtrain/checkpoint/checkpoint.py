@@ -32,6 +32,7 @@ from mmtrain.checkpoint.files import (
     StoredCheckpoint,
     complete_steps,
     first_failure,
+    step_of,
     write_manifest,
 )
 from mmtrain.checkpoint.state import NamedTensors, TrainState, random_state_name
@@ -57,7 +58,8 @@ class Checkpointer:
 
     def _remove_leftovers(self) -> None:
         for stale in self._folder.glob("step-*.tmp"):  # of a save that was killed
-            shutil.rmtree(stale)
+            if step_of(stale.stem) is not None:
+                _remove(stale, stale)
 
     # --------------------------------------------------------------------------------------- saving
 
@@ -73,7 +75,7 @@ class Checkpointer:
 
         def begin() -> None:
             shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
+            aside.mkdir(parents=True, exist_ok=True)  # what could not be removed is not in the manifest
             (aside / STATE).write_text(json.dumps(table, indent=1) + "\n")
 
         with self._saving(state):
@@ -137,9 +139,7 @@ class Checkpointer:
         keep = self._section.keep_latest_k
         for step in complete_steps(self._folder)[:-keep] if keep else []:
             doomed = self._folder / f"step-{step}"
-            aside = doomed.with_name(doomed.name + ".tmp")
-            os.replace(doomed, aside)  # a kill during the removal leaves no incomplete checkpoint
-            shutil.rmtree(aside)
+            _remove(doomed, doomed.with_name(doomed.name + ".tmp"))
 
     def _set_aside_later(self, step: int, damaged: Mapping[int, CheckpointError]) -> None:
         """Renames the checkpoints after the loaded one: damaged ones, and those of an abandoned run."""
@@ -271,6 +271,22 @@ def _together(*, alike: bool = False) -> Iterator[None]:
             raise MMTrainError(f"checkpoint: rank {rank}: {first}; rank 0 can read it: do all mount one file system?")
         if first:
             raise first
+
+
+def _remove(folder: Path, aside: Path) -> None:
+    """Removes a folder that is not needed; of a link to one the link. A warning names what stays.
+
+    Args: aside: its name meanwhile, so that a kill leaves no incomplete checkpoint.
+    """
+    try:
+        os.replace(folder, aside)
+        if aside.is_symlink():
+            logger.warning("%s was a link and is removed; its files stay in %s", folder, os.path.realpath(aside))
+            aside.unlink()
+        else:
+            shutil.rmtree(aside)
+    except OSError as error:
+        logger.warning("%s cannot be removed: %s; the job goes on, remove it by hand", folder, error)
 
 
 def _flush(folder: Path) -> None:
