@@ -37,6 +37,8 @@ warmup_steps = 2
 [metrics]
 enable_tensorboard = false
 peak_flops = 1e11
+[checkpoint]
+enable = false
 [debug]
 seed = 3
 deterministic = true
@@ -101,6 +103,8 @@ warmup_steps = 2
 [metrics]
 enable_tensorboard = false
 peak_flops = 1e11
+[checkpoint]
+enable = false
 [debug]
 seed = 3
 deterministic = true

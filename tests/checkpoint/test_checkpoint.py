@@ -106,7 +106,7 @@ def not_seen_by_rank_1(rank: int, folder: Path) -> str:
     for step in (2, 4):
         job.checkpointer().save(TrainState(step=step, loader={}), job.tensors)
     checkpointer = job.checkpointer()
-    checkpointer._folder = folder / "old" if rank == 1 else folder
+    checkpointer.folder = folder / "old" if rank == 1 else folder
     with pytest.raises(MMTrainError) as caught:
         checkpointer.load(job.tensors)
     assert complete_steps(folder) == [2, 4]
