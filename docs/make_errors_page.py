@@ -287,7 +287,7 @@ NOTES: dict[str, str] = {
     ),
     "loader state": "The checkpoint's `train_state.json` was changed by hand: restore it, or take an older checkpoint.",
     "loader state: it is a position in the sources": "The run's `config.toml` has them.",
-    "the source has no usable sample": (
+    "{split} has no usable sample": (
         "The example says why one was left out; the policies are `data.on_error` and `data.too_long`."
     ),
     "its content is corrupt": "The image's header is fine, the rest is not: fetch it again, or leave it out.",
