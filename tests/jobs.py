@@ -39,6 +39,7 @@ enable_tensorboard = false
 peak_flops = 1e11
 [checkpoint]
 enable = false
+keep_latest_k = 0
 [debug]
 seed = 3
 deterministic = true
@@ -105,6 +106,7 @@ enable_tensorboard = false
 peak_flops = 1e11
 [checkpoint]
 enable = false
+keep_latest_k = 0
 [debug]
 seed = 3
 deterministic = true

@@ -197,6 +197,6 @@ def test_a_dump_folder_that_cannot_be_made_is_one_sentence_on_all_ranks(tmp_path
     (tmp_path / "run").write_text("a file")
     messages = run_ranks(refused, 2, path)
     assert messages == [
-        f"job.dump_folder = '{tmp_path}/run' cannot be written: File exists ({tmp_path}/run); name another folder, or "
-        "correct its permissions"
+        f"job.dump_folder = '{tmp_path}/run' cannot be written: File exists ({tmp_path}/run); name another folder, "
+        "make room, or correct its permissions"
     ] * 2  # fmt: skip

@@ -87,3 +87,16 @@ def test_wandb_without_an_account_is_one_line(tmp_path, monkeypatch):
     section = MetricsConfig(enable_tensorboard=False, progress_bar=False, enable_wandb=True)
     with pytest.raises(ConfigError, match=r"metrics.enable_wandb: no run could be started: .*WANDB_MODE=offline"):
         Reporter(section, tmp_path, enabled=True, steps=1, start=0)
+
+
+def test_a_full_disk_costs_the_file_its_lines_and_nothing_else(tmp_path, capfd):
+    (tmp_path / "log.txt").symlink_to("/dev/full")
+    setup_logging(0)
+    logger.info("before the file")
+    log = LogFile(tmp_path, 0)
+    logger.info("with the file")
+    log.write("an error")
+    log.close()
+    out, err = capfd.readouterr()
+    assert [line[9:] for line in out.splitlines()] == ["before the file", "with the file"]
+    assert err == ""
