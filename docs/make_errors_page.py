@@ -231,9 +231,7 @@ GROUPS = (
 
 NOTES: dict[str, str] = {
     # configuration
-    "{path}: not valid TOML": (
-        "The place is in the message. Texts need quotes in a file; on the command line they do not."
-    ),
+    "{path}: not valid TOML": "On the command line a string needs no quotes.",
     "{path}: extends = {base}, but": "The name is relative to the file that extends.",
     "override {override}: {section} is a value": "Name the key in full, as in `--planner.enable=true`.",
     "'{value}' of type": "Only for programs that dump a config: use numbers, texts, booleans, arrays and tables.",

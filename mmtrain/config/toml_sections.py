@@ -15,6 +15,7 @@ import typing
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from mmtrain.config.toml_text import read_toml
 from mmtrain.errors import ConfigError
 
 FilePath = Annotated[str, "path"]
@@ -98,10 +99,7 @@ def read_with_bases(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     if path in seen:
         chain = " -> ".join(p.name for p in (*seen, path))
         raise ConfigError(f"{path.name}: `extends` goes in a circle: {chain}; remove one")
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # of TOML, UTF-8, a number of 4300 digits, or nesting
-        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    table = read_toml(path)
     base = table.pop("extends", None)
     if base is None:
         return table
