@@ -323,7 +323,9 @@ NOTES: dict[str, str] = {
     "data.source = '{source}': no such folder, and the hub": (
         "A path is misspelt, or there is no network: download the data set before, and name its folder."
     ),
-    "data.source = '{path}' is one file": "Name a folder with both splits, or set `validation.enable = false`.",
+    "data.source = '{path}' is one file": (
+        "Name a folder with both splits, or set `validation.enable = false` and `validation.generate = 0`."
+    ),
     "data.source = '{source}': a file must end": (
         "Convert it with `datasets` or pandas: `to_parquet`, or `to_json(lines=True)`."
     ),

@@ -52,7 +52,8 @@ class TrainingConfig:
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the gradient reduction."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """A loss or gradient norm that is NaN or infinite: stop before the optimizer step, or skip that step."""
+    """A loss or gradient norm that is NaN or infinite: stop before the optimizer step, or skip that step, but not ten
+    in a row."""
     attention_backend: Literal["auto", "sdpa", "flex"] = "auto"
     """sdpa: scaled-dot-product attention block by block. flex: FlexAttention, on CUDA. auto: flex on CUDA where a mask
     is not a plain one, else sdpa."""
