@@ -40,7 +40,12 @@ def text_data(path: Path) -> Path:
 
 def trained(tree: Path, config: str, steps: int, folder: Path, text: Path) -> dict[int, tuple[float, float]]:
     """Step -> (loss, gradient norm) of a job that the tree in a folder trained. Args: text: conversations."""
-    overrides = [f"--training.steps={steps}", f"--job.dump_folder={folder}", "--validation.enable=false"]
+    overrides = [
+        f"--training.steps={steps}",
+        f"--job.dump_folder={folder}",
+        "--validation.enable=false",
+        "--checkpoint.enable=false",
+    ]
     overrides += [f"--data.source={text}"] if config == "debug_text.toml" else []
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [

@@ -29,7 +29,7 @@ writes the same text to `config.toml` in its dump folder.
 - **Where a file is found.** `--config` takes a path, or a bare name that is looked up in `configs/` of the
   working directory and then of the source tree.
 - **`extends = "base.toml"`**, at the top of a file, names another file, relative to this one. Tables are
-  merged key by key; an inline model `config` is replaced as a whole, and `job.description` is not inherited.
+  merged key by key; an inline model `config` is replaced as a whole, and `[job]` is not inherited.
 - **On the command line**, `--section.key=value` sets one key, after all files. The value is TOML; a string
   may be left unquoted.
 

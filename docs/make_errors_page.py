@@ -232,9 +232,7 @@ GROUPS = (
 
 NOTES: dict[str, str] = {
     # configuration
-    "{path}: not valid TOML": (
-        "The place is in the message. Texts need quotes in a file; on the command line they do not."
-    ),
+    "{path}: not valid TOML": "On the command line a string needs no quotes.",
     "{path}: extends = {base}, but": "The name is relative to the file that extends.",
     "override {override}: {section} is a value": "Name the key in full, as in `--planner.enable=true`.",
     "'{value}' of type": "Only for programs that dump a config: use numbers, texts, booleans, arrays and tables.",
@@ -288,7 +286,7 @@ NOTES: dict[str, str] = {
     ),
     "loader state": "The checkpoint's `train_state.json` was changed by hand: restore it, or take an older checkpoint.",
     "loader state: it is a position in the sources": "The run's `config.toml` has them.",
-    "the source has no usable sample": (
+    "{split} has no usable sample": (
         "The example says why one was left out; the policies are `data.on_error` and `data.too_long`."
     ),
     "its content is corrupt": "The image's header is fine, the rest is not: fetch it again, or leave it out.",
@@ -326,7 +324,9 @@ NOTES: dict[str, str] = {
     "data.source = '{source}': no such folder, and the hub": (
         "A path is misspelt, or there is no network: download the data set before, and name its folder."
     ),
-    "data.source = '{path}' is one file": "Name a folder with both splits, or set `validation.enable = false`.",
+    "data.source = '{path}' is one file": (
+        "Name a folder with both splits, or set `validation.enable = false` and `validation.generate = 0`."
+    ),
     "data.source = '{source}': a file must end": (
         "Convert it with `datasets` or pandas: `to_parquet`, or `to_json(lines=True)`."
     ),

@@ -21,7 +21,6 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -73,6 +72,10 @@ from mmtrain.planner.plan_choice import Search
 from mmtrain.planner.search import search as searching
 
 logger = logging.getLogger("mmtrain")
+
+
+MOST_SKIPPED = 10
+"""Steps in a row that training.on_nonfinite = "skip" skips."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +156,7 @@ class Trainer:
         try:
             timeout_s = self.config.comm.timeout_seconds
             with common_reason(roll_call, timeout_s, self._locate), owned_by_rank_zero(self.folder):
-                self._set_up(device)
+                self._set_up(device, resumes=True)
                 self._train(layouts or {})
         except MMTrainError as error:
             lost = is_communication(error.__cause__)
@@ -169,7 +172,7 @@ class Trainer:
         steps = self.config.training.steps
         if self.state.step >= steps:
             # No warning, which each rank would show.
-            text = "already at step %d of training.steps = %d: nothing to do; raise it, or use another job.dump_folder"
+            text = "no step is left: step %d of training.steps = %d is done; raise it, or name another job.dump_folder"
             logger.info(text, self.state.step, steps)
             return
         self._record = RunRecord(self.config, self.planner, self.mesh, self.state.step)
@@ -184,12 +187,23 @@ class Trainer:
                     return
                 self.change_layout(parallelism)
             self._loop(steps)
+            self._say_what_is_left()
             if few := few_clips(self.config, self.state.clips):
                 logger.info("%s", few)
         except TrainingError:  # on every rank: a checkpoint that is being written is still good
             if self.checkpointer:
                 self.checkpointer.finish()
             raise
+
+    def _say_what_is_left(self) -> None:
+        """Logs what the run leaves."""
+        step, skipped = self.state.step, self.state.skipped
+        if self.checkpointer and step == self.config.training.steps:
+            logger.info("the model of step %d is in %s", step, self.checkpointer.folder)
+        if skipped:
+            logger.info(
+                "steps %d to %d were skipped: the weights are those of the step before", step + 1 - skipped, step
+            )
 
     def _locate(self, function: str) -> str:
         """The position of this rank in the job, for a message. Args: function: that it runs."""
@@ -199,19 +213,22 @@ class Trainer:
 
     # --------------------------------------------------------------------------------------- set-up
 
-    def _set_up(self, device: torch.device) -> None:
-        """Sets up the process, and the first layout with the state of the newest checkpoint."""
+    def _set_up(self, device: torch.device, *, resumes: bool = False) -> None:
+        """Sets up the process, and the first layout.
+
+        Args: resumes: with the state of the newest checkpoint, and the job saves its own; else with initial weights.
+        """
         config = self.config
         seed_everything(config.debug.seed, config.debug.deterministic)
         if device.type == "cpu":
             keep_freed_memory()
         set_default_timeout(timedelta(seconds=config.comm.timeout_seconds))
         self._device_memory = DeviceMemory.agreed(device, local_world_size(config.parallelism.mesh_shape.world_size))
-        if config.checkpoint.enable:
+        if config.checkpoint.enable and resumes:
             self.checkpointer = Checkpointer(config.checkpoint, self.folder / config.checkpoint.folder)
         self._build(device)
         if self.checkpointer and (saved := self.checkpointer.load(self._named())):
-            self.state = saved.resumed(self.state.data)
+            self.state = saved.resumed(self.state.settings)
         self._take_up()
 
     def _build(self, device: torch.device) -> None:
@@ -315,6 +332,7 @@ class Trainer:
             tokens=self.state.tokens + result.tokens,
             clips=None if self.state.clips is None else self.state.clips + result.clips,
             memory=self._memory.to_dict() or self.state.memory,
+            skipped=0 if result.is_finite else self.state.skipped + 1,
         )
         return FinishedStep(
             step=step,
@@ -335,7 +353,7 @@ class Trainer:
         Raises: TrainingError: loss or gradient is not finite (training.on_nonfinite = "stop"); nothing is changed.
         """
         result, outcome = self.backward(step, item, plan)
-        if np.isfinite(result.loss) and np.isfinite(result.grad_norm):
+        if result.is_finite:
             clip(self.model.parameters, result.grad_norm, self.config.training.max_norm)
             factor = lr_factor(self.config.lr_scheduler, step, self.config.training.steps)
             set_lr(self.placement.optimizers, factor)
@@ -453,8 +471,14 @@ class Trainer:
         ranks = nonfinite_ranks(self.model.parameters, local_loss, self.mesh)
         message = f"step {step}: loss {loss}, gradient norm {norm}; not finite on ranks {ranks}"
         if self.config.training.on_nonfinite == "skip":
-            logger.warning("%s; the step is skipped", message)
-            return
+            if self.state.skipped + 1 < MOST_SKIPPED:
+                logger.warning("%s; the step is skipped", message)
+                return
+            raise TrainingError(
+                f"{message}. It is the {MOST_SKIPPED}th skipped step in a row: other batches do not help, since the "
+                f"weights are those after step {step - MOST_SKIPPED}; lower optimizer.lr, set training.max_norm, or go "
+                "back with checkpoint.load_step"
+            )
         raise TrainingError(
             f"{message}. Nothing was changed by this step; lower optimizer.lr, check the data, or set "
             'training.on_nonfinite = "skip"'

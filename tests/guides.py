@@ -25,6 +25,7 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 """A fenced block: its language and its lines."""
 _NAMED = re.compile(r"`([\w./-]+\.(?:py|toml|json|yaml|sbatch))`[^`.\n]*:\n\n$")
 """What stands in front of a block that is a whole file."""
+_SETTING = re.compile(r"`([a-z_]+\.[a-z_.]+) = ([^`]+)`")
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -48,6 +49,18 @@ class Command:
 
     def __str__(self) -> str:
         return shlex.join(self.words)
+
+
+def advised(page: str) -> list[tuple[str, tuple[str, ...]]]:
+    """The settings of each sentence of a page, as overrides, with the config file that the page showed last."""
+    found, job = [], ""
+    for part in re.split(r"(?=```)|(?<=[.:])\s", (DOCS / page).read_text()):
+        if named := re.search(r"`([\w./-]+\.toml)`:$", part):
+            job = named[1]
+        settings = tuple(f"{key}={value}" for key, value in _SETTING.findall(part))
+        if job and settings:
+            found.append((job, settings))
+    return found
 
 
 def steps(page: str) -> list[File | Command]:

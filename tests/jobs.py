@@ -37,6 +37,9 @@ warmup_steps = 2
 [metrics]
 enable_tensorboard = false
 peak_flops = 1e11
+[checkpoint]
+enable = false
+keep_latest_k = 0
 [debug]
 seed = 3
 deterministic = true
@@ -101,6 +104,9 @@ warmup_steps = 2
 [metrics]
 enable_tensorboard = false
 peak_flops = 1e11
+[checkpoint]
+enable = false
+keep_latest_k = 0
 [debug]
 seed = 3
 deterministic = true

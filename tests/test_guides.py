@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from mmtrain.config import config
 from mmtrain.launch.processes import end_with_parent
 from tests.guides import (
     DOCS,
@@ -21,6 +22,7 @@ from tests.guides import (
     SHORT,
     Command,
     File,
+    advised,
     blocks,
     make_source_tree,
     run,
@@ -52,6 +54,17 @@ def test_files_and_commands_are_found() -> None:
     assert names[:3] == ["make_images.py", "my_images.toml", "my_images/llava.json"]
     assert Command(("python", "make_images.py")) in found
     assert all(any(isinstance(step, Command) for step in steps(page)) for page in GUIDES)
+
+
+@pytest.mark.parametrize("page", ["bringing_data.md", "swapping_models.md"])
+def test_settings_that_a_guide_advises_fit_its_own_job(page: str, checkout: Path) -> None:
+    for step in steps(page):
+        if isinstance(step, File) and step.name.endswith(".toml"):
+            (checkout / step.name).write_text(step.text)
+    found = advised(page)
+    assert found
+    for job, settings in found:
+        config.load(checkout / job, settings)
 
 
 @pytest.mark.ranks

@@ -9,7 +9,7 @@ import pytest
 
 from mmtrain.checkpoint.checkpoint import complete_steps
 from mmtrain.config import config
-from mmtrain.errors import ConfigError
+from mmtrain.errors import ConfigError, TrainingError
 from tests.jobs import SAVING, SHALLOW, die_at, failing, finished, layout, metrics, train, world_size, write_config
 from tests.ranks import run_ranks
 from tests.test_trainer import CURVE_TOLERANCE
@@ -190,12 +190,18 @@ def warnings_of(rank, path, overrides):
     return found
 
 
-def test_settings_that_move_the_data_are_named_on_resume(job):
+def test_settings_that_a_resumed_job_changes_are_named(job):
     extra = [*SHALLOW, "checkpoint.enable=true"]
     assert run_ranks(warnings_of, 1, job, [*extra, "training.steps=2"]) == [[]]
-    changed = ["training.steps=3", "training.global_batch_size=2"]
-    ((message,),) = run_ranks(warnings_of, 1, job, [*extra, *changed])
-    assert message.startswith("training.global_batch_size was 4 when step 2 was saved and is 2 now")
+    changed = ["training.steps=3", "training.global_batch_size=2", "optimizer.lr=0.01", "data.too_long=skip"]
+    (messages,) = run_ranks(warnings_of, 1, job, [*extra, *changed, "data.prefetch=3"])
+    moved, follows = "the data do not go on where they stopped", "later steps follow the new value"
+    assert messages == [
+        f"data.too_long was 'raise' when step 2 was saved and is 'skip' now: {moved}",
+        f"training.steps was 2 when step 2 was saved and is 3 now: {follows}",
+        f"training.global_batch_size was 4 when step 2 was saved and is 2 now: {moved}",
+        f"optimizer.lr was 0.003 when step 2 was saved and is 0.01 now: {follows}",
+    ]
 
 
 def test_hyperparameters_come_from_the_config_not_from_the_checkpoint(job):
@@ -211,6 +217,17 @@ def resumed_weight_decay(rank, path, overrides):
     trainer = Trainer(config.load(path, overrides))
     trainer.run()
     return [group["weight_decay"] for optimizer in trainer.placement.optimizers for group in optimizer.param_groups]
+
+
+def test_skipped_steps_in_a_row_end_a_job_also_one_that_was_resumed(job):
+    """Steps of this size make the weights useless at once."""
+    large = ["optimizer.lr=1e6", "training.max_norm=0", "training.on_nonfinite=skip", "checkpoint.enable=true"]
+    run_ranks(train, 1, job, [*SHALLOW, *large, "training.steps=6"])
+    skipped = [step for step, norm in metrics(job.parent, "grad_norm").items() if norm is None]
+    assert skipped == list(range(skipped[0], 7)) and skipped[0] > 1
+    (message,) = run_ranks(failing, 1, job, [*SHALLOW, *large, "training.steps=60"], TrainingError)
+    assert message.startswith(f"step {skipped[0] + 9}: ")
+    assert f"the weights are those after step {skipped[0] - 1}; lower optimizer.lr" in message
 
 
 def test_a_checkpoint_step_that_is_not_there_is_refused(job):

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.ranks
 def timeouts(rank: int, path: Path, overrides: list[str]) -> dict[str, timedelta]:
     """Description of each process group of a set-up trainer -> how long its collectives wait."""
     trainer = Trainer(config.load(path, overrides))
-    trainer._set_up(torch.device("cpu"))
+    trainer._set_up(torch.device("cpu"), resumes=True)
     trainer._tear_down()
     groups = list(dist.distributed_c10d._world.pg_map)
     backends = [(group, group._get_backend(torch.device("cpu"))) for group in groups if group is not dist.group.WORLD]

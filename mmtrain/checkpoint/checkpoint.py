@@ -32,6 +32,7 @@ from mmtrain.checkpoint.files import (
     StoredCheckpoint,
     complete_steps,
     first_failure,
+    step_of,
     write_manifest,
 )
 from mmtrain.checkpoint.state import NamedTensors, TrainState, random_state_name
@@ -49,15 +50,17 @@ class Checkpointer:
 
     def __init__(self, section: CheckpointConfig, folder: Path) -> None:
         self._section = section
-        self._folder = folder
+        self.folder = folder
+        """Holds the folder of each checkpoint."""
         self._group = dist.new_group(backend="gloo") if section.async_mode == "async" else None
         self._running: tuple[Future[Any], RecordingWriter, TrainState] | None = None
         self._went_back_to = -1
         _on_rank_zero(self._remove_leftovers)
 
     def _remove_leftovers(self) -> None:
-        for stale in self._folder.glob("step-*.tmp"):  # of a save that was killed
-            shutil.rmtree(stale)
+        for stale in self.folder.glob("step-*.tmp"):  # of a save that was killed
+            if step_of(stale.stem) is not None:
+                _remove(stale, stale)
 
     # --------------------------------------------------------------------------------------- saving
 
@@ -73,7 +76,7 @@ class Checkpointer:
 
         def begin() -> None:
             shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
+            aside.mkdir(parents=True, exist_ok=True)  # what could not be removed is not in the manifest
             (aside / STATE).write_text(json.dumps(table, indent=1) + "\n")
 
         with self._saving(state):
@@ -125,26 +128,24 @@ class Checkpointer:
             write_manifest(aside, {name: file for part in parts for name, file in part.items()})
             _flush(aside)
             os.replace(aside, aside.with_name(f"step-{state.step}"))
-            _flush_folder(self._folder)
+            _flush_folder(self.folder)
             self._purge()
 
         on_rank_zero(publish)
 
     def _aside(self, state: TrainState) -> Path:
-        return self._folder / f"step-{state.step}.tmp"
+        return self.folder / f"step-{state.step}.tmp"
 
     def _purge(self) -> None:
         keep = self._section.keep_latest_k
-        for step in complete_steps(self._folder)[:-keep] if keep else []:
-            doomed = self._folder / f"step-{step}"
-            aside = doomed.with_name(doomed.name + ".tmp")
-            os.replace(doomed, aside)  # a kill during the removal leaves no incomplete checkpoint
-            shutil.rmtree(aside)
+        for step in complete_steps(self.folder)[:-keep] if keep else []:
+            doomed = self.folder / f"step-{step}"
+            _remove(doomed, doomed.with_name(doomed.name + ".tmp"))
 
     def _set_aside_later(self, step: int, damaged: Mapping[int, CheckpointError]) -> None:
         """Renames the checkpoints after the loaded one: damaged ones, and those of an abandoned run."""
-        for later in [s for s in complete_steps(self._folder) if s > step]:
-            old = self._folder / f"step-{later}"
+        for later in [s for s in complete_steps(self.folder) if s > step]:
+            old = self.folder / f"step-{later}"
             word, reason = ("damaged", f"{damaged[later]}; ") if later in damaged else ("abandoned", "")
             names = (old.with_name(f"{word}-{number}-{old.name}") for number in itertools.count())
             new = next(name for name in names if not name.exists())
@@ -160,11 +161,11 @@ class Checkpointer:
             ConfigError: checkpoint.load_step names an absent checkpoint, or one of another model.
             CheckpointError: the checkpoint of checkpoint.load_step is damaged, or all are.
         """
-        steps = _on_rank_zero(lambda: complete_steps(self._folder))
+        steps = _on_rank_zero(lambda: complete_steps(self.folder))
         wanted = self._section.load_step
         if wanted >= 0 and wanted not in steps:
             raise ConfigError(
-                f"checkpoint.load_step = {wanted}, but {self._folder} has "
+                f"checkpoint.load_step = {wanted}, but {self.folder} has "
                 f"{', '.join(f'step-{s}' for s in steps) or 'no complete checkpoint'}; name one of these, or -1 for "
                 "the newest"
             )
@@ -201,7 +202,7 @@ class Checkpointer:
 
     def _open(self, step: int) -> StoredCheckpoint:
         with _together(alike=True):
-            return StoredCheckpoint.open(self._folder / f"step-{step}", self._section.verify)
+            return StoredCheckpoint.open(self.folder / f"step-{step}", self._section.verify)
 
     def _load(self, stored: StoredCheckpoint, named: NamedTensors) -> TrainState:
         """Raises: CheckpointError: it is damaged; a later `_load` overwrites whatever this one has set."""
@@ -271,6 +272,22 @@ def _together(*, alike: bool = False) -> Iterator[None]:
             raise MMTrainError(f"checkpoint: rank {rank}: {first}; rank 0 can read it: do all mount one file system?")
         if first:
             raise first
+
+
+def _remove(folder: Path, aside: Path) -> None:
+    """Removes a folder that is not needed; of a link to one the link. A warning names what stays.
+
+    Args: aside: its name meanwhile, so that a kill leaves no incomplete checkpoint.
+    """
+    try:
+        os.replace(folder, aside)
+        if aside.is_symlink():
+            logger.warning("%s was a link and is removed; its files stay in %s", folder, os.path.realpath(aside))
+            aside.unlink()
+        else:
+            shutil.rmtree(aside)
+    except OSError as error:
+        logger.warning("%s cannot be removed: %s; the job goes on, remove it by hand", folder, error)
 
 
 def _flush(folder: Path) -> None:

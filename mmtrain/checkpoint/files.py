@@ -27,7 +27,13 @@ from mmtrain.errors import CheckpointError, MMTrainError
 MANIFEST, METADATA, STATE = "manifest.json", ".metadata", "train_state.json"
 """Size and SHA-256 of all other files; file and offset of each tensor; step and position in the data."""
 
-_FOLDER = re.compile(r"step-(\d+)")
+_FOLDER = re.compile(r"step-(0|[1-9][0-9]{0,9})")
+
+
+def step_of(name: str) -> int | None:
+    """The step of a checkpoint's folder with this name; None: a checkpoint's folder has another name."""
+    match = _FOLDER.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def complete_steps(folder: Path) -> list[int]:
@@ -36,9 +42,9 @@ def complete_steps(folder: Path) -> list[int]:
         return []
     steps = []
     for entry in folder.iterdir():
-        match = _FOLDER.fullmatch(entry.name)
-        if match and any((entry / name).exists() for name in (MANIFEST, METADATA, STATE)):
-            steps.append(int(match[1]))
+        step = step_of(entry.name)
+        if step is not None and any((entry / name).exists() for name in (MANIFEST, METADATA, STATE)):
+            steps.append(step)
     return sorted(steps)
 
 
@@ -232,6 +238,9 @@ class StoredCheckpoint:
             raise self.damaged(f"{STATE} cannot be read: {error}") from None
         if not isinstance(table, dict):
             raise self.damaged(f"{STATE} holds no table")
+        saved, named = table.get("step"), step_of(self.folder.name)
+        if isinstance(saved, int) and named not in (None, saved):
+            raise self.damaged(f"{STATE} is of step {saved}, so the folder was renamed or copied")
         return table
 
     def _read_metadata(self) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mmtrain.checkpoint.files import STATE, StoredCheckpoint
 from mmtrain.config.config import Config
+from mmtrain.config.toml_sections import to_dict
 from mmtrain.data.packing import LoaderState
 from mmtrain.parallel.grads import local_part
 from mmtrain.parallel.titan import FrozenAwareOptimizers
@@ -36,50 +37,44 @@ class TrainState:
     """State of the loader after those steps."""
     tokens: int = 0
     """Tokens seen by all replicas."""
-    data: dict[str, Any] = field(default_factory=dict)
-    """Settings that give the loader's position its meaning: a run continues exactly only under equal ones."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Values of the config by key: a run continues exactly only under equal ones."""
     memory: dict[str, Any] = field(default_factory=dict)
     """Memory that plans leave for other uses, and the margins that grew, as of `BudgetHistory.to_dict`."""
 
     clips: int | None = None
     """Clips seen by all replicas; None: not known, of a checkpoint from before they were counted."""
+    skipped: int = 0
+    """Steps in a row, the last one included, that were skipped since loss or gradient were not finite."""
 
     @classmethod
     def first(cls, config: Config) -> "TrainState":
         """That of a job which has not trained yet."""
-        settings: dict[str, Any] = {
-            "data.source": config.data.source,
-            "training.seq_len": config.training.seq_len,
-            "training.global_batch_size": config.training.global_batch_size,
-            "debug.seed": config.debug.seed,
-        }
-        if config.data.sources:
-            settings["data.sources"] = [[s.label, s.source, s.split, s.weight] for s in config.data.sources]
-        return cls(step=0, loader=LoaderState(seed=config.debug.seed).to_dict(), data=settings, clips=0)
+        loader = LoaderState(seed=config.debug.seed).to_dict()
+        return cls(step=0, loader=loader, settings=_settings(config), clips=0)
 
     @classmethod
     def read(cls, stored: StoredCheckpoint) -> "TrainState":
         """That of a checkpoint. Raises: CheckpointError: it has no such state."""
         raw = stored.state
-        for name, kind in (("step", int), ("loader", dict), ("tokens", int), ("clips", int | None)):
+        kinds = {"step": int, "loader": dict, "tokens": int, "clips": int | None}
+        for name, kind in (kinds | {"settings": dict | None, "skipped": int | None}).items():
             if not isinstance(raw.get(name), kind):
                 raise stored.damaged(f"{STATE} does not say the {name}")
-        optional = {name: raw[name] for name in ("data", "memory", "clips") if name in raw}
-        return cls(step=raw["step"], loader=raw["loader"], tokens=raw["tokens"], **optional)
+        optional = {name: raw[name] for name in ("memory", "clips", "skipped") if name in raw}
+        settings = raw.get("settings", raw.get("data", {}))  # older ones have only some, as "data"
+        return cls(step=raw["step"], loader=raw["loader"], tokens=raw["tokens"], settings=settings, **optional)
 
     def resumed(self, settings: dict[str, Any]) -> "TrainState":
-        """This state in a run with these `data` settings; a warning names those that were others."""
+        """This state in a run with these settings; a warning of rank 0 names those that were others."""
         logger.info("resumed from step %d", self.step)
-        for name, old in self.data.items():
-            if settings.get(name) != old:
-                logger.warning(
-                    "%s was %r when step %d was saved and is %r now: the data do not go on where they stopped",
-                    name,
-                    old,
-                    self.step,
-                    settings.get(name),
-                )
-        return replace(self, data=settings)
+        for name, old in self.settings.items() if dist.get_rank() == 0 else ():
+            new = settings.get(name, old)
+            if new != old:
+                moved = name.startswith(_OF_DATA)
+                what = "the data do not go on where they stopped" if moved else "later steps follow the new value"
+                logger.warning("%s was %r when step %d was saved and is %r now: %s", name, old, self.step, new, what)
+        return replace(self, settings=settings)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON holds it."""
@@ -87,10 +82,36 @@ class TrainState:
             "step": self.step,
             "loader": dict(self.loader),
             "tokens": self.tokens,
-            "data": dict(self.data),
+            "settings": dict(self.settings),
             "memory": dict(self.memory),
             "clips": self.clips,
+            "skipped": self.skipped,
         }
+
+
+_LEARNED_FROM = ("data", "tokenizer", "diffusion", "training", "optimizer", "lr_scheduler")
+"""Sections whose values decide what a step learns."""
+_NOT_LEARNED_FROM = frozenset(
+    {
+        "data.num_workers",
+        "data.prefetch",
+        "data.validation_split",
+        "training.attention_backend",
+        "training.attention_part_blocks",
+        "training.enable_cpu_offload",
+        "optimizer.implementation",
+    }
+)
+_OF_DATA = ("data.", "tokenizer.", "training.seq_len", "training.global_batch_size", "debug.seed")
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """The values by key of which a resumed run says that they were others."""
+    sections = {name: to_dict(getattr(config, name)) for name in _LEARNED_FROM}
+    found = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+    found["data.sources"] = [[s.label, s.source, s.split, s.weight] for s in config.data.sources]
+    found["debug.seed"] = config.debug.seed
+    return {key: value for key, value in found.items() if key not in _NOT_LEARNED_FROM}
 
 
 class NamedTensors:

@@ -72,7 +72,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not getattr(args, "takes_overrides", False):
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
         args.overrides = rest
+    for name, value in vars(args).items():  # a shell leaves `~` in --out=~/plan.json
+        setattr(args, name, [_at_home(item) for item in value] if isinstance(value, list) else _at_home(value))
     return _guarded(args.run, args)
+
+
+def _at_home(value: Any) -> Any:
+    """A path with `~` expanded; any other argument as it is."""
+    return Path(os.path.expanduser(value)) if isinstance(value, Path) else value
 
 
 def train_main(argv: Sequence[str] | None = None) -> int:

@@ -227,7 +227,7 @@ def _from_file(args: argparse.Namespace) -> _Planned:
                 f"schedule show: {path} brings its own chain; of the iteration only --costs and --exchange go with it"
             )
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"schedule show: {path}: cannot be read: {error}") from error
         if _named(path, lambda: has_transfers(text)):

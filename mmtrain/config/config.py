@@ -38,7 +38,7 @@ from mmtrain.config.sections import (
     TrainingConfig,
     ValidationConfig,
 )
-from mmtrain.config.toml_sections import apply_override, build, dump_table, read_with_bases, shown, to_dict
+from mmtrain.config.toml_sections import apply_override, at_home, build, dump_table, read_with_bases, shown, to_dict
 from mmtrain.config.topology import MeshShape
 from mmtrain.config.whole_model import with_parts
 from mmtrain.errors import ConfigError
@@ -445,6 +445,8 @@ def load(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
         table = read_with_bases(found, ())
         for override in overrides:
             apply_override(table, override)
+        if isinstance(job := table.setdefault("job", {}), dict):
+            job.setdefault("dump_folder", f"outputs/{found.stem}")
         if isinstance(table.get("model"), dict):
             table["model"] = short_form(table["model"], str(found))
         config: Config = build(Config, with_parts(table, str(found)), "", str(found))
@@ -459,7 +461,7 @@ def find_file(path: str | Path) -> Path:
 
     Raises: ConfigError: no such file; with the places searched and the names that exist there.
     """
-    direct = Path(path)
+    direct = Path(at_home(str(path), "config file"))
     if os.path.isfile(direct):  # which is false of names that cannot exist
         return direct
     if os.path.isdir(direct):

@@ -7,7 +7,7 @@ from typing import Literal
 
 from mmtrain.config.bounds import MOST_FLOAT, at_least, at_most, not_empty
 from mmtrain.config.sections import MOST_WORKERS
-from mmtrain.config.toml_sections import shown
+from mmtrain.config.toml_sections import FilePath, shown
 from mmtrain.errors import ConfigError
 
 
@@ -59,14 +59,14 @@ class DiffusionConfig:
 class TokenizerConfig:
     """[tokenizer]"""
 
-    path: str = ""
+    path: FilePath = ""
     """Hugging Face id or local folder of a tokenizer; empty: the small one that ships with mmtrain, for charts or, with
     [model.dit], for captions, with a token in addition for each further encoder."""
     image_token: str = "<|image_pad|>"
     """The token that stands for one image feature; it must be in the vocabulary."""
     video_token: str = "<|video_pad|>"
     """The token that stands for one feature of a video; conversations with videos need it in the vocabulary."""
-    chat_template: str = ""
+    chat_template: FilePath = ""
     """File with a chat template (Jinja, or JSON with the key chat_template) in place of the tokenizer's own; empty: the
     one that transformers' processor of the tokenizer's folder takes, else ChatML."""
 
@@ -82,7 +82,7 @@ class TokenizerConfig:
 class SourceConfig:
     """[[data.sources]]: one of several sources whose samples are mixed, in place of data.source."""
 
-    source: str
+    source: FilePath
     """As data.source."""
     weight: float
     """Share of the samples that are of this source, relative to the weights of the others; above 0."""
@@ -117,7 +117,7 @@ _SOURCE_NAME = re.compile(r"[\w.-]{1,100}")
 class DataConfig:
     """[data]: where samples come from and what happens to bad ones."""
 
-    source: str = ""
+    source: FilePath = ""
     """Hugging Face dataset id, a folder, or a .parquet, .jsonl or .json file: conversations in one of the forms of
     docs/data.md; with [model.dit] clips."""
     sources: list[SourceConfig] = field(default_factory=list)
@@ -139,7 +139,7 @@ class DataConfig:
     """Background processes that prepare batches; 0: in the training process."""
     prefetch: int = 2
     """Batches kept ready by each worker."""
-    image_processor: str = ""
+    image_processor: FilePath = ""
     """Hugging Face id or folder of an image processor (preprocessor_config.json, or inside of processor_config.json);
     empty: that of model.pretrained, if the encoder is its and it has one, else the encoder's default class."""
     min_pixels: int = 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from mmtrain.config.bounds import at_least, at_most
-from mmtrain.config.toml_sections import shown
+from mmtrain.config.toml_sections import FilePath, shown
 from mmtrain.errors import ConfigError
 
 Trainable = Literal[True, False, "lora"]
@@ -34,7 +34,7 @@ class ProjectorConfig:
     """Width between the two linear layers of `mlp`; 0: the merged width. That of `llava` is the language model's."""
     hidden_act: str = ""
     """Activation function between the two linear layers of `llava`; empty: that of `pretrained`, otherwise gelu."""
-    pretrained: str = ""
+    pretrained: FilePath = ""
     """Hugging Face id or local folder of an exported projector of this kind; for `llava` also of a whole LLaVA model,
     for `linear` of a Qwen2-Audio model. Empty: random weights."""
     trainable: Literal[True, False] = True
@@ -81,7 +81,7 @@ class EncoderConfig:
     """Of a further encoder: the placeholder in the tokenizer's vocabulary that its features replace; empty: <NAME>."""
     projector: ProjectorConfig | None = None
     """Of a further encoder: [model.modules.NAME.projector]; that of [model.encoder] is [model.projector]."""
-    pretrained: str = ""
+    pretrained: FilePath = ""
     """Hugging Face id or local folder; its config.json decides the class. Or give `config`."""
     config: dict[str, Any] = field(default_factory=dict)
     """Inline Hugging Face config with its `model_type`; the weights are then random."""
@@ -120,7 +120,7 @@ class EncoderConfig:
 class LanguageConfig:
     """[model.language]: the language model."""
 
-    pretrained: str = ""
+    pretrained: FilePath = ""
     """Hugging Face id or local folder; its config.json decides the class. Or give `config`."""
     config: dict[str, Any] = field(default_factory=dict)
     """Inline Hugging Face config with its `model_type`; the weights are then random."""
@@ -150,7 +150,7 @@ class LanguageConfig:
 class LoRAConfig:
     """[model.lora]: low-rank adapters (arXiv:2106.09685, by `peft`) of the modules with trainable = "lora"."""
 
-    pretrained: str = ""
+    pretrained: FilePath = ""
     """Folder or hub id of adapters in the form of `peft` to start from, such as `mmtrain export` writes; they adapt the
     modules with trainable = "lora". Empty: new ones, which change nothing at first."""
     rank: int = 16
@@ -171,7 +171,7 @@ class LoRAConfig:
 class DitConfig:
     """[model.dit]: the diffusion transformer of a text-to-video model; [model.language] encodes its prompts."""
 
-    pretrained: str = ""
+    pretrained: FilePath = ""
     """Hugging Face id or local folder of the transformer alone; its config.json decides the shape. Or give `config`."""
     config: dict[str, Any] = field(default_factory=dict)
     """Inline config with `model_type = "wan"` and the keys of diffusers' WanTransformer3DModel; `text_dim` is the width
@@ -204,7 +204,7 @@ class VaeConfig:
     """[model.vae]: the frozen VAE that makes the latents of a text-to-video model from frames. Leave the table out if
     the data hold latents, or the DiT reads pixels."""
 
-    pretrained: str = ""
+    pretrained: FilePath = ""
     """Hugging Face id or local folder of the VAE alone; its config.json decides the class. Or give `config`."""
     config: dict[str, Any] = field(default_factory=dict)
     """Inline config with `model_type = "autoencoder_kl"` (each frame by itself) or "autoencoder_kl_wan" (1 + 4 k frames
@@ -228,7 +228,7 @@ class ModelConfig:
     """[model]: the modality modules. Each may be written as `[model.modules.NAME]` with its `kind` and the module that
     it `feeds`: vision (images) for [model.encoder], language (text), dit (latents), vae (frames)."""
 
-    pretrained: str = ""
+    pretrained: FilePath = ""
     """Hugging Face id or local folder of a whole vision-language model (Qwen2-VL, Qwen2.5-VL, LLaVA). It is the
     `pretrained` of [model.encoder] and [model.language] unless these have a source of their own. The projector is then
     the encoder's own merger (kind = "native") unless [model.projector] names a kind, as it has to for LLaVA ("llava":

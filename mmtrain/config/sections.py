@@ -8,7 +8,7 @@ from typing import Literal
 
 from mmtrain.config.bounds import at_least, at_most, not_empty
 from mmtrain.config.memory_amount import MemoryAmount
-from mmtrain.config.toml_sections import shown
+from mmtrain.config.toml_sections import FilePath, shown
 from mmtrain.config.topology import MeshShape
 from mmtrain.errors import ConfigError
 from mmtrain.schedule.library.names import check_name
@@ -27,8 +27,9 @@ class JobConfig:
 
     description: str = ""
     """Title of the run's page and of what is exported; a file that extends this one does not inherit it."""
-    dump_folder: str = "outputs"
-    """Folder for the resolved config, checkpoints, metrics and traces; made if absent."""
+    dump_folder: FilePath = "outputs"
+    """Folder for the resolved config, checkpoints, metrics and traces; made if absent. Of a file NAME.toml that does
+    not say it: outputs/NAME, whatever the file that it extends says."""
 
     def __post_init__(self) -> None:
         not_empty("job", self, "dump_folder")
@@ -51,7 +52,8 @@ class TrainingConfig:
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the gradient reduction."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """A loss or gradient norm that is NaN or infinite: stop before the optimizer step, or skip that step."""
+    """A loss or gradient norm that is NaN or infinite: stop before the optimizer step, or skip that step, but not ten
+    in a row."""
     attention_backend: Literal["auto", "sdpa", "flex"] = "auto"
     """sdpa: scaled-dot-product attention block by block. flex: FlexAttention, on CUDA. auto: flex on CUDA where a mask
     is not a plain one, else sdpa."""
@@ -203,7 +205,7 @@ class ParallelismConfig:
     agree on an order of gathers."""
     pipeline_parallel_degree: int = 1
     """P: pipeline ranks."""
-    pipeline_parallel_schedule: str = "interleave"
+    pipeline_parallel_schedule: FilePath = "interleave"
     """Order of forwards and backwards: a name (docs/schedules.md), a recipe's path or PATH:FUNCTION
     (docs/recipes.md; a program, which every rank runs), or the path of a CSV with orders as of torch's pipelining.
     interleave: DIP's greedy dual queues over the work graph. 1F1B: one forward, one backward. The zero-bubble and
@@ -337,10 +339,10 @@ class PlannerConfig:
     activation_memory_gib: float = 0.0
     """GiB that activations alone may take on one rank, for schedules `interleave` and `ZB-AutoSchedule`; 0: no limit.
     Instead of memory_limit, not beside it."""
-    hardware: str = ""
+    hardware: FilePath = ""
     """Accelerator or cluster that costs are simulated on, as `h800` or `h800x16`, or a TOML file; empty: FLOPs over
     flops_per_s."""
-    profile: str = ""
+    profile: FilePath = ""
     """File that `mmtrain profile` wrote: costs are what it measured, whatever `hardware` says; empty: none."""
     noise: float = 0.0
     """Deviation of the actual seconds of an action from the modelled ones, as a part of them, that searched plans have
@@ -413,14 +415,15 @@ class ValidationConfig:
 class CheckpointConfig:
     """[checkpoint]: sharded checkpoints of model, optimizer, schedule, loader and random state."""
 
-    enable: bool = False
-    """Save, and resume from what is there."""
-    folder: str = "checkpoint"
+    enable: bool = True
+    """Save, and resume from what is there; false: the run leaves no model."""
+    folder: FilePath = "checkpoint"
     """Folder inside of job.dump_folder."""
     interval: int = 500
     """Steps between checkpoints; there is also one after the last step."""
-    keep_latest_k: int = 10
-    """Older checkpoints are removed; 0: keep all."""
+    keep_latest_k: int = 2
+    """Older checkpoints are removed; 0: keep all. One takes 12 bytes for each parameter that trains (8 of them
+    moments in float32) and 4 for each other one."""
     load_step: int = -1
     """Step to resume from; -1: the newest one that is whole, if there is any. Later ones are renamed aside."""
     verify: Literal["auto", "required", "off"] = "auto"
@@ -447,7 +450,7 @@ class MetricsConfig:
     """Steps between log lines and tensorboard points; metrics.jsonl has every step."""
     enable_tensorboard: bool = True
     """Write tensorboard files."""
-    save_tb_folder: str = "tb"
+    save_tb_folder: FilePath = "tb"
     """Folder inside of job.dump_folder."""
     enable_wandb: bool = False
     """Send the same numbers and images to Weights & Biases; needs the package wandb. Its own variables name the project

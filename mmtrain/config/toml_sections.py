@@ -1,5 +1,5 @@
 """Sections of a TOML file as dataclasses, and back: strict, and unaware of what they mean, but for two keys. `config`
-holds an inline model config, which stays one value; `job.description` is about one file, and is not inherited. Pure.
+holds an inline model config, which stays one value; `job` says what and where one run is, and is not inherited. Pure.
 
 An unknown key, a wrong type, a value outside of its choices or a missing key is refused with its dotted path.
 """
@@ -13,9 +13,25 @@ import tomllib
 import types
 import typing
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from mmtrain.config.toml_text import read_toml
 from mmtrain.errors import ConfigError
+
+FilePath = Annotated[str, "path"]
+"""A file, a folder, or a name of another kind; `~` at its beginning is a home folder."""
+
+
+def at_home(value: str, path: str) -> str:
+    """A path with `~` expanded. Args: path: what has this value, for errors. Raises: ConfigError: there is no such
+    home folder."""
+    expanded = os.path.expanduser(value)
+    if expanded.startswith("~") and not os.path.exists(expanded):
+        raise ConfigError(
+            f"{path} = {shown(value)}: there is no user {expanded.split('/')[0][1:]!r} with a home folder; write the "
+            f"path in full (./{expanded} if the folder has this name)"
+        )
+    return expanded
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -69,6 +85,10 @@ def _toml_value(value: Any) -> str:
     raise ConfigError(f"{value!r} of type {type(value).__name__} has no TOML form")
 
 
+_OF_ONE_FILE = ("description", "dump_folder")
+"""Keys of [job] that a file does not inherit: two jobs are two runs."""
+
+
 def read_with_bases(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     """The table of a file over those that it `extends`.
 
@@ -79,21 +99,19 @@ def read_with_bases(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     if path in seen:
         chain = " -> ".join(p.name for p in (*seen, path))
         raise ConfigError(f"{path.name}: `extends` goes in a circle: {chain}; remove one")
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # of TOML, UTF-8, a number of 4300 digits, or nesting
-        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    table = read_toml(path)
     base = table.pop("extends", None)
     if base is None:
         return table
     if not isinstance(base, str):
         raise ConfigError(f"{path}: extends = {shown(base)}; it names one file, as a string")
-    base_path = path.parent / base
+    base_path = path.parent / at_home(base, f"{path}: extends")
     if not os.path.isfile(base_path):  # which is false of names that cannot exist
         raise ConfigError(f"{path}: extends = {shown(base)}, but {shown(str(base_path))} does not exist")
     inherited = read_with_bases(base_path, (*seen, path))
     if isinstance(inherited.get("job"), dict):
-        inherited["job"].pop("description", None)
+        for key in _OF_ONE_FILE:
+            inherited["job"].pop(key, None)
     return _merge(inherited, table)
 
 
@@ -136,7 +154,7 @@ def build(cls: type, table: Any, path: str, where: str) -> Any:
     """
     if not isinstance(table, dict):
         raise ConfigError(f"{where}: {path} = {shown(table)}; it is a section, written [{path}]")
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     fields = {f.name: f for f in dataclasses.fields(cls)}
     prefix = f"{path}." if path else ""
     for key in table:
@@ -171,6 +189,8 @@ def _convert(hint: Any, value: Any, path: str, where: str) -> Any:
         (section,) = [arg for arg in typing.get_args(hint) if arg is not type(None)]
         return build(typing.cast(type, section), value, path, where)
     _check_representable(value, path, where)
+    if origin is Annotated:
+        return at_home(_convert(hint.__origin__, value, path, where), f"{where}: {path}")
     if origin in (typing.Union, types.UnionType):
         (inner,) = [arg for arg in typing.get_args(hint) if arg is not type(None)]
         return _convert(inner, value, path, where)

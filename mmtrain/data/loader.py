@@ -47,7 +47,7 @@ class Loader:
         shuffle: None: `data.shuffle` on the training split, false on others.
         num_steps: steps after which the iterator ends; None: never. The epochs of a source follow each other.
         num_workers: background processes; None: `data.num_workers`; 0: steps are made when they are requested.
-        assigner: see `StepMaker`.
+        assigner, may_be_short: see `StepMaker`.
     Raises: ConfigError: anything that cannot be opened; with workers, the first step raises it.
     """
 
@@ -63,6 +63,7 @@ class Loader:
         num_steps: int | None = None,
         num_workers: int | None = None,
         assigner: StepAssigner | None = None,
+        may_be_short: bool = False,
     ) -> None:
         bins = config.training.global_batch_size
         if not 0 <= dp_rank < dp_degree or bins % dp_degree:
@@ -79,7 +80,14 @@ class Loader:
         self._logs, self._logged = dp_rank == 0 and split == config.data.split, set[str]()
         self._steps = _Steps(
             config,
-            {"split": split, "shuffle": shuffle, "dp_rank": dp_rank, "dp_degree": dp_degree, "assigner": assigner},
+            {
+                "split": split,
+                "shuffle": shuffle,
+                "dp_rank": dp_rank,
+                "dp_degree": dp_degree,
+                "assigner": assigner,
+                "may_be_short": may_be_short,
+            },
             self._first,
             num_steps,
             as_wire=self._num_workers > 0,

@@ -100,6 +100,8 @@ class StepPlan:
     """Samples that were left out."""
     state: LoaderState
     """Where the next step starts."""
+    blank: frozenset[int] = frozenset()
+    """Bins for which there is no sample: each repeats one, of which the step takes neither content nor loss."""
 
 
 class Order(Protocol):
@@ -281,6 +283,8 @@ def plan_step(
     num_bins: int,
     limits: tuple[Limit, ...],
     num_samples: int = 0,
+    may_be_short: bool = False,
+    split: str = "the source",
 ) -> StepPlan:
     """The bins of the step that starts at `state`, and the state after it.
 
@@ -294,7 +298,9 @@ def plan_step(
         limits: capacity of one microbatch; a sample goes to the first one that has room under all of them.
         num_samples: after which the step ends, if not earlier; 0: no such number. With one, bins need not fill up, and
             a sample goes to the one that has most room under the first limit.
-    Raises: DataError: the source has too few usable samples to put one into each bin.
+        may_be_short: bins without a sample are blank.
+        split: what the samples are of, for errors.
+    Raises: DataError: the source has too few usable samples to put one into each bin, or none if it may be short.
     """
     order.check(state)
     bins: list[list[int]] = [[] for _ in range(num_bins)]
@@ -325,23 +331,25 @@ def plan_step(
             num_used += 1
         num_read += 1
         state = order.after(state)
-    if not all(bins):
-        raise _too_few(bins, room, limits, dropped)
-    return StepPlan(bins=tuple(map(tuple, bins)), dropped=tuple(dropped.values()), state=state)
+    blank = frozenset(index for index, samples in enumerate(bins) if not samples)
+    if blank and not (may_be_short and num_used):
+        raise _too_few(split, bins, room, limits, dropped)
+    whole = tuple(tuple(samples or bins[0][:1]) for samples in bins)
+    return StepPlan(bins=whole, dropped=tuple(dropped.values()), state=state, blank=blank)
 
 
 def _too_few(
-    bins: list[list[int]], room: list[Size], limits: tuple[Limit, ...], dropped: dict[int, Dropped]
+    split: str, bins: list[list[int]], room: list[Size], limits: tuple[Limit, ...], dropped: dict[int, Dropped]
 ) -> DataError:
     """The error of a source that cannot fill each bin. Args: room: what remains of each bin under each limit."""
     num_bins, num_used = len(bins), len({sample for samples in bins for sample in samples})
     if not num_used:
         reason = next((f"; for example {d.reason}" for d in dropped.values()), "")
-        return DataError(f"the source has no usable sample: {len(dropped)} were left out{reason}")
+        return DataError(f"{split} has no usable sample: {len(dropped)} were left out{reason}")
     free = map(sum, zip(*room, strict=True))
     has = " and ".join(f"{num_bins * limit.most - n} {limit.unit}" for limit, n in zip(limits, free, strict=True))
     return DataError(
-        f"the source has too few samples: its {num_used} usable ones have {has} and fill {sum(map(bool, bins))} of "
+        f"{split} has too few samples: its {num_used} usable ones have {has} and fill {sum(map(bool, bins))} of "
         f"training.global_batch_size = {num_bins} microbatches of {' and '.join(limit.key for limit in limits)}; lower "
         "one of these or add samples"
     )

@@ -109,6 +109,7 @@ class StepMaker:
         dp_rank, dp_degree: index and number of replicas.
         assigner: which microbatch a sample goes to, and how many a step has; None: bin g of first-fit is one of replica
             g % dp_degree, and a step fills all of them.
+        may_be_short: a split with fewer samples than microbatches makes steps with blank ones.
     Raises: ConfigError: source, split, tokenizer or image processor do not exist or do not fit the model.
     """
 
@@ -121,8 +122,11 @@ class StepMaker:
         dp_rank: int,
         dp_degree: int,
         assigner: StepAssigner | None = None,
+        may_be_short: bool = False,
     ) -> None:
-        self._config, self._assigner = config, assigner
+        self._config, self._assigner, self._may_be_short = config, assigner, may_be_short
+        key = "split" if split == config.data.split else "validation_split"
+        self._split = f"the split {split!r} (data.{key}) of the source"
         self._dp_rank, self._dp_degree = dp_rank, dp_degree
         self._samples: Samples[Any, Any] = (Clips if config.model.dit else Conversations)(config, split)
         self._vae = latent_scale(config.model.vae) if config.model.vae else None
@@ -140,6 +144,8 @@ class StepMaker:
             num_bins=self._config.training.global_batch_size,
             limits=self._samples.limits,
             num_samples=self._assigner.section.samples_per_step if self._assigner else 0,
+            may_be_short=self._may_be_short,
+            split=self._split,
         )
 
     def build(self, plan: StepPlan) -> tuple[Batch, IterationMeta]:
@@ -152,9 +158,11 @@ class StepMaker:
         num_skipped = len(plan.dropped[self._dp_rank :: self._dp_degree])
         microbatches, assignment = self._own_microbatches(plan)
         contents, early = [], []
-        for members in microbatches:
-            readable = self._read(members)
-            num_skipped += len(members) - len(readable)
+        own = bins_of_replica(len(plan.bins), self._dp_rank, self._dp_degree)
+        for index, members in zip(own, microbatches, strict=True):
+            blank = index in plan.blank
+            readable = [] if blank else self._read(members)
+            num_skipped += 0 if blank else len(members) - len(readable)
             if not readable:  # so that the step keeps its shape
                 sample, occurrence, _ = members[0]
                 readable = [(self._samples.emptied(self._measured[sample], occurrence), False)]

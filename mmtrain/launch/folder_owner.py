@@ -5,6 +5,7 @@ without that service locks each machine separately. Therefore the owner also tou
 owner that gets the lock while another machine is recorded watches the file first: if it changes, its owner is alive.
 """
 
+import errno
 import fcntl
 import json
 import logging
@@ -27,6 +28,9 @@ FILE = "owner.json"
 PATIENCE_S = 10.0
 """How long a job that was just killed may take to end."""
 
+LEAST_ROOM = 2**18
+"""Bytes that a job writes at its start, at most."""
+
 BEAT_S = 3.0
 """Seconds between two touches; an owner on another machine is considered dead after three without one."""
 
@@ -40,18 +44,17 @@ def owned(folder: Path, patience_s: float = PATIENCE_S, beat_s: float = BEAT_S) 
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        _check_room(folder)
         file = _locked(folder / FILE, patience_s, beat_s)
+        _write(file)
     except OSError as error:
         raise ConfigError(
             f"job.dump_folder = {str(folder)!r} cannot be written: {error.strerror or error} "
-            f"({error.filename or folder}); name another folder, or correct its permissions"
+            f"({error.filename or folder}); name another folder, make room, or correct its permissions"
         ) from None
     ended = threading.Event()
     beat = threading.Thread(target=_touch, args=(file, ended, beat_s), name="owner", daemon=True)
     with file:
-        file.truncate(0)
-        file.write(json.dumps(_record()) + "\n")
-        file.flush()
         beat.start()
         try:
             yield
@@ -60,6 +63,24 @@ def owned(folder: Path, patience_s: float = PATIENCE_S, beat_s: float = BEAT_S) 
             beat.join()
             with suppress(OSError):
                 os.unlink(folder / FILE)  # before the lock is released: a process that waits for it sees a new file
+
+
+def _check_room(folder: Path) -> None:
+    """Raises: OSError: a job could not even begin its log and metrics."""
+    room = os.statvfs(folder)
+    if room.f_blocks and room.f_bavail * room.f_frsize < LEAST_ROOM:  # some network file systems do not say it
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+
+
+def _write(file: TextIO) -> None:
+    """Writes who owns the folder. Raises: OSError: there is no room; the file is removed."""
+    file.truncate(0)
+    try:
+        os.write(file.fileno(), (json.dumps(_record()) + "\n").encode())
+    except OSError:
+        os.unlink(file.name)
+        file.close()
+        raise
 
 
 def _locked(path: Path, patience_s: float, beat_s: float) -> TextIO:

@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from mmtrain.config import config
 from mmtrain.config.config import Config
 from mmtrain.config.model import EncoderConfig, LanguageConfig, ModelConfig, ProjectorConfig, Trainable
-from mmtrain.config.sections import ParallelismConfig, PlannerConfig
+from mmtrain.config.sections import JobConfig, ParallelismConfig, PlannerConfig
 from mmtrain.errors import ConfigError
 from mmtrain.launch.whole_files import new_folder
 
@@ -104,6 +104,7 @@ class MultimodalModule:
         )
         planner = replace(sections.pop("planner", PlannerConfig()), placement=modality_parallelism)
         out = Path(folder)
+        sections.setdefault("job", JobConfig(dump_folder=f"outputs/{out.name}"))
         model = self._model(out, placed)
         job = Config(model=model, parallelism=parallelism, planner=planner, **sections)
         config.check(job)

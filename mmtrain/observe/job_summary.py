@@ -59,6 +59,8 @@ def start_lines(config: Config, planner: IterationPlanner, *, device: str, threa
     lines.append(show_switches(config.planner, threads))
     if config.assignment.assigns:
         lines.append(_assignment(config.assignment))
+    if not config.checkpoint.enable:
+        lines.append("no checkpoints (checkpoint.enable = false): this run leaves no model and cannot be continued")
     section = config.planner
     if device != "cpu" and section.enable and not (section.memory_limit or section.activation_memory_gib):
         lines.append(

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from contextlib import suppress
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
@@ -38,7 +39,7 @@ class LogFile:
 
     def __init__(self, folder: Path, rank: int) -> None:
         name = "log.txt" if rank == 0 else f"log-rank-{rank}.txt"
-        self._file = logging.FileHandler(folder / name, encoding="utf-8", delay=True)
+        self._file = _Handler(folder / name, encoding="utf-8", delay=True)
         self._file.setFormatter(_Formatter("%(asctime)s %(message)s"))
         for handler in list(logger.handlers):
             if isinstance(handler, MemoryHandler):
@@ -54,4 +55,13 @@ class LogFile:
     def close(self) -> None:
         """Closes the file."""
         logger.removeHandler(self._file)
-        self._file.close()
+        with suppress(OSError):  # as in `_Handler`
+            self._file.close()
+
+
+class _Handler(logging.FileHandler):
+    """logging's, which prints no traceback for each line on a full disk: the metrics end the job then, in one line."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)

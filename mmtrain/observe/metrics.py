@@ -111,6 +111,7 @@ class Reporter:
         if section.enable_tensorboard:
             try:
                 self._board = TensorBoardLogger(str(folder / section.save_tb_folder))
+                _continue_board(self._board, start)
             except ModuleNotFoundError as error:  # torchtitan's needs it when it is imported
                 logger.warning("metrics.enable_tensorboard: no files for it, as %s is not installed", error.name)
         if section.progress_bar and sys.stderr.isatty():
@@ -332,6 +333,14 @@ def _planner_values(m: PlannerMetrics | None, name: str) -> dict[str, float]:
         "age_s": m.age_s,
     }
     return {name.format(key): value for key, value in values.items()}
+
+
+def _continue_board(board: TensorBoardLogger, start: int) -> None:
+    """Makes tensorboard forget the points of older files that a resumed run repeats."""
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+    first = start + 1 if start else 0  # a new run validates before its first step
+    board.writer.file_writer.add_event(Event(step=first, session_log=SessionLog(status=SessionLog.START)))
 
 
 def _continue_jsonl(path: Path, start: int) -> TextIO:

@@ -5,6 +5,7 @@ Rank 0 logs and writes; every rank makes the same calls, as counts and times are
 
 import errno
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -56,6 +57,11 @@ class StepResult:
     """Whether some rank was asked to stop."""
     sources: Mapping[str, SourceTotals]
     """Of several sources; empty of one."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the step may change the weights."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -122,6 +122,7 @@ class ReplicaData:
             num_steps=num_steps,
             num_workers=0 if validating else None,
             assigner=None if validating else self._assigner,
+            may_be_short=validating,
         )
 
     def _part(self, batch: Batch) -> Batch:

@@ -69,7 +69,7 @@ def shrink(config: Config, *, seq_len: int = SEQ_LEN) -> Shrunk:
         planner=_planner(config.planner, planner.partition),
         assignment=replace(config.assignment, samples_per_step=0),  # as many as fit into the small microbatches
         validation=ValidationConfig(),
-        checkpoint=CheckpointConfig(),
+        checkpoint=CheckpointConfig(enable=False),
         metrics=MetricsConfig(enable_tensorboard=False, progress_bar=False, peak_flops=1.0),
     )
     config_module.check(small)

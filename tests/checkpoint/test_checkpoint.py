@@ -1,12 +1,15 @@
 """Checkpoints on ranks that cannot trust their disk: what all of them load instead, or say with one voice."""
 
+import errno
 import json
 import resource
+import shutil
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from mmtrain.checkpoint import checkpoint
 from mmtrain.checkpoint.files import MANIFEST, RecordingWriter, complete_steps
 from mmtrain.checkpoint.state import TrainState
 from mmtrain.config import config
@@ -103,7 +106,7 @@ def not_seen_by_rank_1(rank: int, folder: Path) -> str:
     for step in (2, 4):
         job.checkpointer().save(TrainState(step=step, loader={}), job.tensors)
     checkpointer = job.checkpointer()
-    checkpointer._folder = folder / "old" if rank == 1 else folder
+    checkpointer.folder = folder / "old" if rank == 1 else folder
     with pytest.raises(MMTrainError) as caught:
         checkpointer.load(job.tensors)
     assert complete_steps(folder) == [2, 4]
@@ -140,6 +143,47 @@ def test_what_a_file_system_refuses_is_one_sentence_on_all_ranks_and_changes_not
         assert {path.name: path.stat().st_size for path in others} == {n: f["bytes"] for n, f in files.items()}
 
 
+def with_old_ones_that_stay(rank: int, folder: Path) -> list[str]:
+    """Saves steps 2, 4, 6 and 8 of which two are kept, and starts again after each; step 2 is a link, and of step 4
+    something cannot be removed, as a mount. Returns the warnings."""
+    job, said = SmallJob(rank, folder / "checkpoint"), []
+    remove = shutil.rmtree
+
+    def rmtree(path, **kwargs):
+        if "step-4" in str(path) and not kwargs:  # else it ignores errors
+            raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+        remove(path, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "rmtree", rmtree)
+        patch.setattr(checkpoint.logger, "warning", lambda text, *args: said.append(text % args))
+        for step in (2, 4, 6, 8):
+            job.train()
+            job.checkpointer(keep_latest_k=2).save(TrainState(step=step, loader={}), job.tensors)
+            if step == 2 and rank == 0:
+                shutil.move(job.folder / "step-2", folder / "elsewhere")
+                (job.folder / "step-2").symlink_to(folder / "elsewhere")
+                (job.folder / "step-2-notes.tmp").mkdir()
+            dist.barrier()
+        saved = job.values()
+        job.spoil()
+        state = job.checkpointer().load(job.tensors)
+    assert state is not None and state.step == 8 and equal(job.values(), saved)
+    return said
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_ends_no_job_and_blocks_no_restart(tmp_path: Path) -> None:
+    said, of_rank_1 = run_ranks(with_old_ones_that_stay, 2, tmp_path)
+    folder = tmp_path / "checkpoint"
+    assert of_rank_1 == []
+    assert said[0] == f"{folder}/step-2 was a link and is removed; its files stay in {tmp_path}/elsewhere"
+    assert said[1].startswith(f"{folder}/step-4 cannot be removed: [Errno 16] Device or resource busy")
+    assert said[2].startswith(f"{folder}/step-4.tmp cannot be removed")
+    assert len(said) == 3
+    assert sorted(path.name for path in folder.iterdir()) == ["step-2-notes.tmp", "step-4.tmp", "step-6", "step-8"]
+    assert complete_steps(tmp_path) == [] and (tmp_path / "elsewhere" / MANIFEST).is_file()
+
+
 def refused(rank: int, path: Path) -> str:
     from mmtrain.trainer import Trainer
 
@@ -153,6 +197,6 @@ def test_a_dump_folder_that_cannot_be_made_is_one_sentence_on_all_ranks(tmp_path
     (tmp_path / "run").write_text("a file")
     messages = run_ranks(refused, 2, path)
     assert messages == [
-        f"job.dump_folder = '{tmp_path}/run' cannot be written: File exists ({tmp_path}/run); name another folder, or "
-        "correct its permissions"
+        f"job.dump_folder = '{tmp_path}/run' cannot be written: File exists ({tmp_path}/run); name another folder, "
+        "make room, or correct its permissions"
     ] * 2  # fmt: skip

@@ -23,6 +23,7 @@ from mmtrain.checkpoint.files import (
     FileRecord,
     RecordingWriter,
     StoredCheckpoint,
+    complete_steps,
     write_manifest,
 )
 from mmtrain.checkpoint.run_folder import load_module, open_run
@@ -107,6 +108,24 @@ def test_a_checkpoint_without_manifest_loads_with_one_warning_unless_one_is_requ
     (run / "config.toml").write_text(text.replace('verify = "auto"', 'verify = "required"'))
     assert config.load(run / "config.toml").checkpoint.verify == "required"
     with pytest.raises(CheckpointError, match=r'has no manifest.json, but checkpoint.verify = "required"; set "auto"'):
+        open_run(run)
+
+
+def test_only_names_that_a_save_gives_are_checkpoints(run: Path) -> None:
+    newest = checkpoint(run)
+    for name in ("step-0030", f"step-{10**59}", "step-\u0663", "step-7.tmp", "step-+7", "xstep-7", "step-7\n"):
+        shutil.copytree(newest, newest.with_name(name))
+    assert complete_steps(newest.parent) == [2, 4]
+    assert open_run(run).step == 4
+
+
+def test_a_folder_that_was_renamed_to_another_step_is_named(run: Path) -> None:
+    """It would be the newest for ever."""
+    (checkpoint(run) / MANIFEST).unlink()
+    (checkpoint(run) / STATE).write_text(json.dumps({"step": 4}))
+    assert open_run(run).step == 4
+    os.replace(checkpoint(run), checkpoint(run).with_name("step-30"))
+    with pytest.raises(CheckpointError, match=r"step-30 is damaged: train_state.json is of step 4, so the folder was"):
         open_run(run)
 
 

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mmtrain.checkpoint.checkpoint import Checkpointer
 from mmtrain.checkpoint.run_folder import load_module, open_run
 from mmtrain.commands.cli import main
 from mmtrain.commands.export import export
@@ -352,8 +353,7 @@ def step_on_noise(rank, path: Path) -> None:
     steps = trainer.timed_steps(torch.device("cpu"), [(batch, meta)])
     next(steps)
     trainer.state = dataclasses.replace(trainer.state, step=1)
-    trainer.checkpointer.save(trainer.state, trainer._named())
-    trainer.checkpointer.finish()
+    Checkpointer(trainer.config.checkpoint, trainer.folder / "checkpoint").save(trainer.state, trainer._named())
     steps.close()
 
 

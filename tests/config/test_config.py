@@ -100,7 +100,6 @@ def test_dump_reads_back_equal(load, tmp_path):
         ("--model=3", "names no section"),
         ("--model.language=3", "it is a section"),
         ("--checkpoint.keep_latest_k=1", "at least 2"),
-        ("--checkpoint.load_step=3", "but checkpoint.enable = false"),
         ("--planner.flops_per_s=0", "must be at least 1"),
         ("steps=3", "names no section"),
         ("--training.steps", "not of the form"),
@@ -241,6 +240,11 @@ def test_missing_key_and_section(load):
 def test_missing_file_names_a_near_one():
     with pytest.raises(ConfigError, match=r"did you mean debug_vlm\.toml"):
         config.load("debug_vml.toml")
+
+
+def test_a_step_to_load_needs_checkpoints(load):
+    with pytest.raises(ConfigError, match=r"checkpoint.load_step = 3, but checkpoint.enable = false; set it to true"):
+        load(BASE, "checkpoint.load_step=3", "checkpoint.enable=false")
 
 
 def test_invalid_toml_names_the_line(load):

@@ -240,6 +240,20 @@ def test_an_emptied_microbatch_keeps_text_without_targets(tmp_path: Path) -> Non
     assert [m.num_skipped for _, m, _ in found] == [0, 0, 0, 0, 1, 0]
 
 
+@pytest.mark.parametrize("replica", [0, 1])
+def test_a_split_with_fewer_samples_than_microbatches_fills_them_with_blank_ones(tmp_path: Path, replica: int) -> None:
+    config = make_config(write_jsonl(tmp_path, 1), shuffle=False, global_batch_size=4)
+    with pytest.raises(DataError, match=r"^the split 'train' \(data.split\) of the source has too few samples: its 1"):
+        steps(config, 1)
+    ((batch, meta, _),) = steps(config, 1, may_be_short=True, dp_rank=replica, dp_degree=2)
+    assert [m.num_targets > 0 for m in meta.microbatches] == [replica == 0, False]
+    assert [len(m.images) for m in meta.microbatches] == [1 - replica, 0]
+    assert meta.num_skipped == 0
+    assert [int((m.labels != IGNORE_INDEX).sum()) for m in batch.microbatches] == [
+        m.num_targets for m in meta.microbatches
+    ]
+
+
 def test_placeholders_that_disagree_follow_the_policy(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path, 12, {3: {"images": ["3.png", "2.png"]}})
     with pytest.raises(DataError, match=r"^sample 3: 1 `<image>` placeholders .* 2 images"):

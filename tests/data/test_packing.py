@@ -138,6 +138,20 @@ def test_too_few_samples_are_refused_with_the_numbers() -> None:
         one_step(LoaderState(seed=0, cursor=9), order, lambda s: 2, bins=1, tokens=9)
 
 
+def test_a_step_that_may_be_short_has_blank_bins() -> None:
+    limits = (Limit(most=100, unit="tokens", key="training.seq_len = 100 tokens"),)
+    for sizes, bins, blank in (([60, 60, 30], ((0, 2), (1,), (0,), (0,)), {2, 3}), ([9], ((0,),) * 4, {1, 2, 3})):
+        order, size = EpochOrder(len(sizes), shuffle=False), lambda s, sizes=sizes: (sizes[s],)
+        plan = plan_step(LoaderState(seed=0), order, size, num_bins=4, limits=limits, may_be_short=True)
+        assert (plan.bins, plan.blank) == (bins, blank)
+    order = EpochOrder(1, shuffle=False)
+    with pytest.raises(DataError, match=r"^the split 'v' has no usable sample: 1 were left out; for example broken"):
+        plan_step(
+            LoaderState(seed=0), order, lambda s: Dropped(sample=s, reason="broken"), num_bins=4, limits=limits,
+            may_be_short=True, split="the split 'v'",
+        )  # fmt: skip
+
+
 def test_a_bin_is_full_when_any_of_its_limits_is_reached() -> None:
     limits = (Limit(most=16, unit="frames", key="16 frames"), Limit(most=3, unit="clips", key="3 clips"))
     frames = [4, 4, 4, 4, 12, 16, 8, 8]

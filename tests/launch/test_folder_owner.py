@@ -1,5 +1,6 @@
 """One owner a run folder: who is refused, what is taken over, and what is said."""
 
+import errno
 import json
 import os
 import subprocess
@@ -121,6 +122,22 @@ def test_half_a_record_is_no_owner(tmp_path):
     (tmp_path / FILE).write_text('{"pid": 1')
     with owned(tmp_path, patience_s=0.0):
         pass
+
+
+@pytest.mark.parametrize("call", ["write", "statvfs"])
+def test_a_full_disk_is_one_line_that_names_the_folder(tmp_path, monkeypatch, call):
+    """Too full for the record, or for the log and metrics that follow it."""
+
+    def write(file, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    room = list(os.statvfs(tmp_path))
+    room[4] = 1  # blocks that are free
+    monkeypatch.setattr(os, call, write if call == "write" else lambda path: os.statvfs_result(room))
+    message = rf"job.dump_folder = '{tmp_path}' cannot be written: No space left on device .*; name another folder, mak"
+    with pytest.raises(ConfigError, match=message), owned(tmp_path):
+        pass
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("text", ["", "name/below"])

@@ -96,3 +96,16 @@ def test_a_name_in_the_log_cannot_steer_the_terminal(tmp_path, capsys):
     file.close()
     shown = "source a\\u001b[2J\\u000d\\u009bé\nits table\tends\n"
     assert capsys.readouterr().out.endswith(shown) and (tmp_path / "log.txt").read_text().endswith(shown)
+
+
+def test_a_full_disk_costs_the_file_its_lines_and_nothing_else(tmp_path, capfd):
+    (tmp_path / "log.txt").symlink_to("/dev/full")
+    setup_logging(0)
+    logger.info("before the file")
+    log = LogFile(tmp_path, 0)
+    logger.info("with the file")
+    log.write("an error")
+    log.close()
+    out, err = capfd.readouterr()
+    assert [line[9:] for line in out.splitlines()] == ["before the file", "with the file"]
+    assert err == ""

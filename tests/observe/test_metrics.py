@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mmtrain.config.sections import MetricsConfig
 from mmtrain.observe.by_source import SourceTotals
@@ -109,6 +110,23 @@ def test_a_resumed_run_drops_lines_of_steps_that_it_repeats(tmp_path):
     found = lines(tmp_path)
     assert [(line["step"], line.get("loss")) for line in found] == [(1, 2.0), (2, 2.0), (2, None), (3, 7.0)]
     assert found[2]["accuracy"] == {"easy": 0.5}
+
+
+@pytest.mark.parametrize(("start", "values"), [(2, [1.0, 2.0, 30.0, 40.0]), (0, [10.0, 20.0, 30.0, 40.0])])
+def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path, start, values):
+    """Killed after step 3, resumed from the checkpoint of step 2; or begun anew in the same folder."""
+    section = MetricsConfig(progress_bar=False)
+    for first, steps, scale in ((0, (1, 2, 3), 1.0), (start, range(start + 1, 5), 10.0)):
+        report = Reporter(section, tmp_path, enabled=True, steps=10, start=first)
+        if first == 0:
+            report.validation(0, Validation(loss=scale, accuracy={}))
+        for step in steps:
+            report.step(StepMetrics(**STEP | {"step": step, "grad_norm": scale * step}))
+        report.close()
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("grad_norm")] == list(enumerate(values, 1))
+    assert [event.step for event in events.Scalars("validation_metrics/loss")] == [0]
 
 
 def test_a_new_run_starts_a_new_file_and_quiet_steps_are_in_it(tmp_path, capsys):

@@ -1,3 +1,7 @@
+import json
+from pathlib import Path
+
+import pytest
 import torch
 
 from mmtrain.modality.metadata import DocumentMeta, IterationMeta, MicrobatchMeta
@@ -9,6 +13,8 @@ from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.partition.partition import partition
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.spec.builders import model_spec
+from tests.jobs import SHALLOW, layout, metrics, train, write_config
+from tests.ranks import run_ranks
 from tests.reference import PLANNER, model_config
 
 
@@ -41,3 +47,23 @@ def test_an_answer_is_right_if_all_of_its_tokens_are():
     counts: dict[str, tuple[int, int]] = {"easy": (5, 6)}
     count_answers(plan, meta, [labels], {0: torch.tensor([10, 99, 12, 13, 14])}, counts)
     assert counts == {"easy": (6, 8), "hard": (1, 1)}
+
+
+@pytest.mark.ranks
+def test_the_loss_of_one_held_out_sample_does_not_depend_on_the_batch_size(tmp_path: Path) -> None:
+    """At batch size 4 over two replicas, one of them has no sample."""
+    for split, count in (("train", 12), ("validation", 1)):
+        rows = [
+            {"messages": [{"role": "user", "content": f"count to {i}"}, {"role": "assistant", "content": "one two"}]}
+            for i in range(count)
+        ]
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = []
+    for name, world, batch in (("one", 1, 1), ("two", 2, 4)):
+        path = write_config(tmp_path / name, tmp_path)
+        words = [*SHALLOW, *layout(shard=world), "training.steps=1", "lr_scheduler.warmup_steps=0"]
+        words += [f"training.global_batch_size={batch}", "training.seq_len=64", "validation.enable=true"]
+        run_ranks(train, world, path, words)
+        found.append((metrics(tmp_path / name, "validation_loss")[0], metrics(tmp_path / name, "accuracy")[0]))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-6)
+    assert found[1][1] == found[0][1]

@@ -7,7 +7,6 @@ A profile has the rates of the vendor's data sheet, and the fraction of them tha
 import dataclasses
 import math
 import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mmtrain.config.toml_sections import shown
+from mmtrain.config.toml_text import read_toml
 from mmtrain.errors import ConfigError
 from mmtrain.planner.operators.graph import DeviceKind, OpKind, Phase
 from mmtrain.schedule.overheads import NO_OVERHEADS, Overheads
@@ -124,9 +124,9 @@ def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
     if path in chain:
         raise ConfigError(f"{path.name}: `extends` goes in a circle: {' -> '.join(p.name for p in (*chain, path))}")
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not a readable TOML file: {error}") from error
+        table = read_toml(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}; name a TOML file") from None
     base = table.pop("extends", None)
     if base is None:
         return table

@@ -67,7 +67,7 @@ def probing_job(config: Config, *, num_blocks: int, cut: Cut, num_ranks: int = 1
         ),
         planner=PlannerConfig(sub_microbatch=False),  # each microbatch is one work of a size of its own
         validation=ValidationConfig(),
-        checkpoint=CheckpointConfig(),
+        checkpoint=CheckpointConfig(enable=False),
         metrics=MetricsConfig(enable_tensorboard=False, progress_bar=False, peak_flops=1.0),
     )
 

@@ -37,7 +37,7 @@ def read_text(path: str | Path) -> str:
             raise PlanError(
                 f"{file}: its text, unpacked, has more than {most} bytes, the most that is read; shorten it"
             )
-        return data.decode()
+        return data.decode("utf-8-sig")
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise PlanError(f"{file}: cannot be read: {error}") from error
 

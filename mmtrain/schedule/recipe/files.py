@@ -103,7 +103,7 @@ def _make(path: str, recipe: Recipe, problem: PlanningProblem) -> Plan:
 def _run_file(path: str, function: str, text: str, num_ranks: int) -> Recipe:
     """The recipe that a file's function returns."""
     try:
-        code = compile(text, path, "exec", dont_inherit=True)
+        code = compile(text.removeprefix("\ufeff"), path, "exec", dont_inherit=True)
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         raise ConfigError(f"{path}{line}: not a Python file: {one_line(error)}") from None
@@ -171,7 +171,7 @@ def _form(value: Any, depth: int = 4) -> Any:
 @lru_cache(maxsize=16)
 def _of_csv(name: str, text: str, num_ranks: int) -> Schedule:
     try:
-        plan = read_plan(text)
+        plan = read_plan(text.removeprefix("\ufeff"))  # of a spreadsheet
     except PlanError as error:
         raise PlanError(f"{name}: {error}") from error
     graph = plan.graph

@@ -71,7 +71,7 @@ def test_a_file_of_ones_own(tmp_path) -> None:  # type: ignore[no-untyped-def]
         ("[efficiency.sorting]\ncompute = 0.5", "name a section after one of"),
         ("[efficiency.matmul]\ncompute = 1.5", "nothing reaches more than 1"),
         ("[efficiency.matmul.backward_input]\nspeed = 1", "unknown key speed"),
-        ("not toml", "not a readable TOML file"),
+        ("not toml", "not valid TOML"),
     ],
 )
 def test_a_wrong_file_says_where(tmp_path, text, message) -> None:  # type: ignore[no-untyped-def]

@@ -173,6 +173,16 @@ def test_the_orders_of_a_csv_are_those_of_the_chain_it_was_written_for(tmp_path)
         schedule_of(str(path), 2)
 
 
+@pytest.mark.parametrize("name", ["orders.csv", "recipe.py"])
+def test_a_byte_order_mark_of_a_spreadsheet_or_an_editor_is_no_part_of_a_schedule(tmp_path, name):
+    path, marked = tmp_path / name, tmp_path / f"marked_{name}"
+    orders = write_plan(CATALOGUE["1F1B"].make(plain_chain(2, 3, CATALOGUE["1F1B"])))
+    path.write_text(orders if path.suffix == ".csv" else f"{HEAD}def schedule(P):\n    return Recipe()\n")
+    marked.write_text(path.read_text(), encoding="utf-8-sig")
+    plain, other = (schedule_of(str(file), 2) for file in (path, marked))
+    assert other.make(plain_chain(2, 3, other)).orders == plain.make(plain_chain(2, 3, plain)).orders
+
+
 def test_commands_take_files(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipe.py").write_text(
