@@ -111,6 +111,13 @@ def in_class(kind: str, name: str) -> str:
     return _spelled(name, part.spellings[part.in_class])
 
 
+def in_classes(kind: str, name: str) -> list[str]:
+    """The same in the class of each release of transformers, today's first."""
+    part = COMPOSITES[kind].parts[_section(name)]
+    older = (spelling for spelling in part.spellings if spelling is not part.spellings[part.in_class])
+    return [in_class(kind, name), *(_spelled(name, spelling) for spelling in older)]
+
+
 def on_disk(kind: str, name: str, spellings: Mapping[str, Spelling]) -> str:
     """The name of one of our parameters in the files of a whole model.
 

@@ -265,7 +265,7 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path):
         started(pretrained=str(tmp_path / "nothing"))
     both = with_lora(model, ["encoder", "language"])
     lora = dataclasses.replace(both.lora, pretrained=str(tmp_path / "out/adapter"))
-    with pytest.raises(ConfigError, match=r"base_model.model.model.visual.* is not there in adapter_model.safetensors"):
+    with pytest.raises(ConfigError, match=r"adapter_model.safetensors: base_model.model.model.visual.* is not there"):
         ReferenceModel(dataclasses.replace(both, lora=lora), model_spec(both), seed=0)
 
 
