@@ -76,7 +76,7 @@ def _hearing(model: Mapping[str, Any], whole: str) -> str:
 
 
 def _model_type(whole: str) -> Any:
-    """The `model_type` in the config.json of a whole model; None: it cannot be read, as is explained where the config is
+    """The `model_type` in the config.json of a whole model; None: it cannot be read, as is told where the config is
     needed."""
     try:
         values = json.loads(
