@@ -48,10 +48,11 @@ def _older_config(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _older_tokenizer(values: dict[str, Any]) -> dict[str, Any]:
-    name, extra = values.get("tokenizer_class"), values.get("extra_special_tokens")
-    values = values | {"tokenizer_class": _TOKENIZER_CLASSES.get(name, name)}
+    name, extra = str(values.get("tokenizer_class")), values.get("extra_special_tokens")
+    if name in _TOKENIZER_CLASSES:
+        values = values | {"tokenizer_class": _TOKENIZER_CLASSES[name]}
     if isinstance(extra, list):  # transformers 4 takes named tokens under this key
-        del values["extra_special_tokens"]
+        values = {key: value for key, value in values.items() if key != "extra_special_tokens"}
         values["additional_special_tokens"] = extra
     return values
 

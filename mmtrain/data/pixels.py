@@ -248,8 +248,9 @@ def _orientation(image: Image.Image) -> int:
 def _stored_size(image: Image.Image) -> tuple[int, int]:
     """Width and height before rotation. Some versions of Pillow turn those of a TIFF when they open it."""
     if image.format != "TIFF":
-        return image.size
-    return image.tag_v2[_WIDTH], image.tag_v2[_LENGTH]  # type: ignore[attr-defined]
+        return image.width, image.height
+    tags = image.tag_v2  # type: ignore[attr-defined]
+    return int(tags[_WIDTH]), int(tags[_LENGTH])
 
 
 def blank(image: Image.Image) -> Image.Image:

@@ -18,7 +18,9 @@ from mmtrain.spec.families import ENCODERS
 from mmtrain.spec.hub_files import find_file, read_json
 from mmtrain.spec.linears import adapted_linears
 from mmtrain.spec.model_configs import encoder_config
-from mmtrain.spec.modules import shape_of, whole_kind
+from mmtrain.spec.modules import whole_kind
+from mmtrain.spec.shapes import language_shape
+from mmtrain.spec.vision_shapes import vision_shape
 
 _KEY = "model.lora.pretrained"
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -87,19 +89,24 @@ def _parameters(model: ModelConfig, module: str, unused: bool = False) -> dict[s
 
     Args: unused: of blocks behind the features that are read, which no job has, instead.
     """
-    shape = shape_of(model, module)
-    adapters = DECODERS if module == "language" else VISION_ADAPTERS
-    last = shape.depth
-    if unused and module in model.encoders:
-        values = encoder_config(model.encoders[module], section_of(module))
-        last = values[ENCODERS[shape.model_type].sizes["depth"]]
-    found = {}
-    for index in range(shape.depth if unused else 0, last):
+    found: dict[str, Shape] = {}
+    blocks, depth, whole_depth = _blocks(model, module)
+    for index in range(depth, whole_depth) if unused else range(depth):
         for linear in adapted_linears(model, module):
-            layer = f"{module}.{adapters[shape.model_type].blocks}.{index}.{linear.name}"
+            layer = f"{module}.{blocks}.{index}.{linear.name}"
             down, up = adapter_names(f"{layer}.base_layer.weight")
             found |= {down: (model.lora.rank, linear.inputs), up: (linear.outputs, model.lora.rank)}
     return found
+
+
+def _blocks(model: ModelConfig, module: str) -> tuple[str, int, int]:
+    """The name of a module's list of blocks, and how many blocks a job and its class have."""
+    if module == "language":
+        language = language_shape(model)
+        return DECODERS[language.model_type].blocks, language.depth, language.depth
+    shape, values = vision_shape(model, module), encoder_config(model.encoders[module], section_of(module))
+    blocks = VISION_ADAPTERS[shape.model_type].blocks
+    return blocks, shape.depth, values[ENCODERS[shape.model_type].sizes["depth"]]
 
 
 def _stored_name(kind: str, name: str, stored: Collection[str]) -> str:

@@ -24,7 +24,7 @@ _WITHOUT_EFFECT = (
     *("megatron_core", "qalora_group_size", "ensure_weight_tying"),
 )
 """Keys that do not change what stored adapters compute, whatever their value."""
-_OFF = (None, False, "", "none", [], {})
+_OFF: tuple[Any, ...] = (None, False, "", "none", [], {})
 """Values of all other keys with which they do nothing."""
 _KEEP_BASE = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
 """Values of `init_lora_weights` that leave the adapted weights as they are."""
