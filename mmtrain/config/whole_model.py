@@ -79,9 +79,8 @@ def _model_type(whole: str) -> Any:
     """The `model_type` in the config.json of a whole model; None: it cannot be read, as is told where the config is
     needed."""
     try:
-        values = json.loads(
-            (_hub_config(whole) or Path(whole).expanduser() / "config.json").read_text(encoding="utf-8")
-        )
+        path = _hub_config(whole) or Path(whole).expanduser() / "config.json"
+        values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except (OSError, ValueError, RecursionError):
         return None
     return values.get("model_type") if isinstance(values, Mapping) else None

@@ -29,6 +29,9 @@ _OFF: tuple[Any, ...] = (None, False, "", "none", [], {})
 _KEEP_BASE = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
 """Values of `init_lora_weights` that leave the adapted weights as they are."""
 
+_HARD = re.compile(r"\)[*+{]|([*+{].*){4}", re.DOTALL)
+"""Patterns with which comparing a name can take exponential time, or more than the cube of its length."""
+
 
 def check_settings(where: str, stored: Mapping[str, Any], lora: LoRAConfig, layers: Iterable[str]) -> None:
     """Checks that stored adapters compute what adapters of `[model.lora]` compute with the same weights.
@@ -74,6 +77,11 @@ def _of_layer(where: str, stored: Mapping[str, Any], key: str, patterns_key: str
     """The value of a key for one layer, of which the first pattern that its name ends with decides."""
     patterns = stored.get(patterns_key) or {}
     try:
+        if hard := next((pattern for pattern in patterns if _HARD.search(pattern)), None):
+            raise ConfigError(
+                f"{where}: {patterns_key} has the pattern {shown(hard)}, which might take hours to compare; write it "
+                "without repeated groups, with at most three repetitions"
+            )
         found = (v for pattern, v in patterns.items() if re.match(rf"(.*\.)?({pattern})$", layer))
         value = next(found, stored.get(key))
     except (AttributeError, TypeError, re.error):

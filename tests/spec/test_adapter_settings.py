@@ -61,6 +61,12 @@ def test_one_scale_of_all_layers_is_taken_as_alpha_over_rank(tmp_path, settings)
         check(stored, rank=rank + 1, alpha=scale * rank)
 
 
+@pytest.mark.parametrize("pattern", [r"(.+)+x", r"(\w*)*x", r".*.*.*.*x"])
+def test_a_pattern_that_takes_hours_is_refused_at_once(pattern):
+    with pytest.raises(ConfigError, match=r"alpha_pattern has the pattern .*; write it without repeated groups"):
+        check({"r": 4, "lora_alpha": 8, "alpha_pattern": {pattern: 8}})
+
+
 @pytest.mark.parametrize(
     ("key", "value"), [("alpha_pattern", {"q_proj": 64}), ("rank_pattern", {"blocks.1.v_proj": 2})]
 )
