@@ -17,6 +17,7 @@ from mmtrain import __version__
 from mmtrain.commands import allocate, check, generate, plan, profile, report, sample, schedule, simulate
 from mmtrain.commands.local_ranks import RankDiedError, Stopped, train_on_ranks
 from mmtrain.config import config
+from mmtrain.config.model import ModelConfig
 from mmtrain.errors import MMTrainError, for_terminal, shown
 from mmtrain.launch.folder_owner import owned
 from mmtrain.launch.processes import check_temporary_folder, end_with_parent, environment, leave
@@ -174,10 +175,19 @@ def _train(args: argparse.Namespace) -> int:
     check_readable(job.model)
     IterationPlanner.of(job)  # refuses a model that cannot be built, cut or divided, before any process starts
     check_files(job.model, job.tokenizer)
+    _check_adapters(job.model)
     with owned(Path(job.job.dump_folder)):  # refuses a folder that rank 0 could not use
         pass
     train_on_ranks(job)
     return 0
+
+
+def _check_adapters(model: ModelConfig) -> None:
+    """Refuses adapters that the model cannot start from. Raises: ConfigError."""
+    if model.lora.pretrained:
+        from mmtrain.models.adapter_weights import stored_adapters
+
+        stored_adapters(model)
 
 
 def _train_rank(args: argparse.Namespace) -> int:
@@ -256,6 +266,7 @@ def _config(args: argparse.Namespace) -> int:
     else:
         summary = IterationPlanner.of(job).partition_summary  # refuses a model that cannot be built, cut or divided
     check_files(job.model, job.tokenizer)
+    _check_adapters(job.model)
     if summary:
         print(f"\n# {summary}")
     return 0

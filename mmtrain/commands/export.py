@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from mmtrain.checkpoint.run_folder import StoredRun, load_module, open_run
 from mmtrain.commands.adapter_folders import AdapterFolder, plain
 from mmtrain.commands.export_whole import end_as_trained, export_whole
+from mmtrain.commands.older_readers import add_older_keys
 from mmtrain.config.config import Config
 from mmtrain.config.model import EncoderConfig, LanguageConfig, projector_name, projector_section, section_of
 from mmtrain.data.processor import stop_token
@@ -91,6 +92,7 @@ def export(
             (aside / "README.md").write_text(_whole_readme(run, aside, out, kind), encoding="utf-8")
         else:
             _export_parts(run, aside, out, merge_adapters)
+        add_older_keys(aside)
     files = [path for path in out.rglob("*") if path.is_file()]
     return Exported(
         step=run.step,
@@ -217,7 +219,7 @@ def _readme(run: StoredRun, out: Path, final: Path) -> str:
     for name, section in job.model.encoders.items():
         projector = job.model.projector_of(name)
         called = "the encoder" if name == "vision" else f"the encoder `{name}`"
-        lines.append(f"- `{name}/`: {called}, `{_class_name(out / name)}`; {_features(job, name)}")
+        lines.append(f"- `{name}/`: {called}, `{_class_name(out / name)}` of transformers 5; {_features(job, name)}")
         if projector.kind != "native" and vision_shape(job.model, name).window:
             lines.append(
                 "  These features come window by window, and so do the tokens that the projector makes of them."

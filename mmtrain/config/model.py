@@ -231,10 +231,10 @@ class ModelConfig:
     pretrained: FilePath = ""
     """Hugging Face id or local folder of a whole vision-language model (Qwen2-VL, Qwen2.5-VL, LLaVA). It is the
     `pretrained` of [model.encoder] and [model.language] unless these have a source of their own. The projector is then
-    the encoder's own merger (kind = "native") unless [model.projector] names a kind, as it has to for LLaVA ("llava":
-    that of the model); the tokenizer is that of the model unless [tokenizer] names a path, and so is the image
-    processor, if it has one, unless data.image_processor names another. Of Qwen2-Audio it is the `pretrained` of
-    [model.modules.audio], which a job on an id of the hub has with kind = "audio", and of its projector."""
+    that of the model (kind = "native", the encoder's own merger, or "llava") unless [model.projector] names a kind; the
+    tokenizer is that of the model unless [tokenizer] names a path, and so is the image processor, if it has one, unless
+    data.image_processor names another. Of Qwen2-Audio it is the `pretrained` of [model.modules.audio] and of its
+    projector."""
     language: LanguageConfig
     encoder: EncoderConfig | None = None
     dit: DitConfig | None = None

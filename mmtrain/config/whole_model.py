@@ -1,6 +1,7 @@
-"""[model] pretrained: a whole model by one id or folder. Pure; reads at most the config.json of a local folder."""
+"""[model] pretrained: a whole model by one id or folder. Pure; reads at most its config.json."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,19 @@ SOUND = "audio"
 """Name of the encoder of a whole model that hears, unless the job calls it otherwise."""
 _HEARS = ("qwen2_audio",)
 """Values of `model_type` of whole models whose encoder is [model.modules.audio]."""
+_WITH_PROJECTOR = ("llava",)
+"""The same of those whose projector is of kind "llava", not the merger of their encoder."""
+_HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 _SOUND_TABLE = {"kind": "audio", "token": "<|AUDIO|>"}
 
 
 def with_parts(table: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The table of a job in which the sections of the model's parts, and the tokenizer, name the whole model.
 
-    A section that has a source of its own keeps it. The projector is then the encoder's own merger, unless its `kind`
-    or the encoder's section says otherwise; of kind `llava` it is that of the whole model. A whole model that hears has
-    [model.modules.audio] with its projector instead of [model.encoder]: by the config.json of a local folder, or where
-    the job has a section of kind "audio" without a source.
+    A section that has a source of its own keeps it. The projector is then the encoder's own merger, or of LLaVA that of
+    kind "llava", unless its `kind` or the encoder's section says otherwise; of kind "llava" it is that of the whole
+    model. A whole model that hears has [model.modules.audio] with its projector instead of [model.encoder]: by its
+    config.json, or where the job has a section of kind "audio" without a source.
 
     Args: where: the file, for errors.
     Raises: ConfigError: neither the encoder nor the language model is that of the whole model.
@@ -52,7 +56,10 @@ def with_parts(table: Mapping[str, Any], where: str) -> dict[str, Any]:
     else:
         projector = model.get("projector", {})
         if _source(encoder) == whole and isinstance(projector, Mapping):
-            projector = _of_whole({"kind": "native", **projector}, "llava", whole)
+            if "kind" not in projector:
+                kind = "llava" if _model_type(whole) in _WITH_PROJECTOR else "native"
+                projector = {"kind": kind, **projector}
+            projector = _of_whole(projector, "llava", whole)
         parts = {"encoder": encoder, "projector": projector}
     return {**table, "model": {**model, **parts, "language": language}, "tokenizer": tokenizer}
 
@@ -65,12 +72,35 @@ def _hearing(model: Mapping[str, Any], whole: str) -> str:
     for name, section in modules.items():
         if isinstance(section, Mapping) and section.get("kind") == "audio" and (_source(section) or whole) == whole:
             return str(name)
-    path = Path(whole).expanduser() / "config.json"
+    return SOUND if _model_type(whole) in _HEARS else ""
+
+
+def _model_type(whole: str) -> Any:
+    """The `model_type` in the config.json of a whole model; None: it cannot be read, as is told where the config is
+    needed."""
     try:
+        path = _hub_config(whole) or Path(whole).expanduser() / "config.json"
         values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (OSError, ValueError, RecursionError):  # which is explained where the config is needed
-        return ""
-    return SOUND if isinstance(values, Mapping) and values.get("model_type") in _HEARS else ""
+    except (OSError, ValueError, RecursionError):
+        return None
+    return values.get("model_type") if isinstance(values, Mapping) else None
+
+
+def _hub_config(source: str) -> Path | None:
+    """The config.json of a hub id, fetched if it is not cached; None: it is no id, or cannot be had."""
+    folder = Path(source).parent  # of an id that is a misspelt path
+    if not _HUB_ID.fullmatch(source) or Path(source).exists() or (folder != Path() and folder.is_dir()):
+        return None
+    from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
+
+    cached = try_to_load_from_cache(source, "config.json")
+    if isinstance(cached, str):
+        return Path(cached)
+    try:
+        HfApi().model_info(source, timeout=10)  # the download would retry for a minute without network
+        return Path(hf_hub_download(source, "config.json"))
+    except Exception:  # no network, HF_HUB_OFFLINE, no such model, no permission
+        return None
 
 
 def _of_whole(projector: Any, kind: str, whole: str) -> Any:

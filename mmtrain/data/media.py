@@ -250,18 +250,20 @@ def raw_sound(value: Any, where: str, folder: str) -> RawSound:
     if not isinstance(value, Mapping) or value.get("array") is None:
         return RawSound(file=raw_image(value, where, folder))
     rate = value.get("sampling_rate")
-    if type(rate) is not int or rate < 1:
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or rate < 1 or rate % 1:
         raise DataError(f"{where}: `sampling_rate` = {shown(rate)}; write the samples a second of its `array`, above 0")
     try:
         samples = np.asarray(value["array"], np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         samples = np.empty(())
+    if samples.ndim == 2 and len(samples) > samples.shape[1]:  # a sound has more samples than channels
+        samples = samples.T
     if samples.ndim not in (1, 2) or (samples.ndim == 2 and not 1 <= len(samples) <= MOST_CHANNELS):
         raise DataError(
             f"{where}: its `array` has another form; write a list of numbers, or one for each of up to {MOST_CHANNELS} "
             "channels"
         )
-    return RawSound(samples=samples, rate=rate)
+    return RawSound(samples=samples, rate=int(rate))
 
 
 MOST_CHANNELS = 256

@@ -5,7 +5,9 @@ some versions. The size is read from the header, without decoding.
 """
 
 import io
+import struct
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +24,10 @@ from mmtrain.spec.processor_values import checked_values
 _GREY = (128, 128, 128)
 _ORIENTATION = 0x0112
 """EXIF tag: orientation of the camera."""
-_BITS_PER_SAMPLE = 258
-"""TIFF tag."""
+_WIDTH, _LENGTH, _BITS_PER_SAMPLE = 256, 257, 258
+"""TIFF tags."""
+_PNG_METADATA = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
+"""Chunks of a PNG that can hold EXIF or XMP."""
 _SCALED_TO_16_BITS = ("PNG", "PPM", "JPEG2000")
 """Formats whose grey values of 9 to 16 bits Pillow decodes to 0 .. 65535, in mode I;16 or I."""
 _TRANSPOSE = {
@@ -139,21 +143,25 @@ def header_size(data: bytes, max_pixels: int) -> tuple[int, int]:
     Raises: DataError: not an image that Pillow reads, more than max_pixels, or of a kind that `decode` refuses.
     """
     image = _open(data, max_pixels)
-    return _upright_size(image, _orientation(image))
+    if image.format == "PNG" and _has_late_metadata(data):
+        with suppress(Exception):  # which `decode` reports
+            image.load()
+    width, height = _stored_size(image)
+    return (width, height) if _orientation(image) >= 5 else (height, width)
 
 
 def decode(data: bytes, max_pixels: int) -> Image.Image:
-    """The image in RGB, rotated as its EXIF header tells, of the size that `header_size` returns.
+    """The image in RGB on a white background, rotated as its EXIF or XMP tells, of the size that `header_size` returns.
 
     Grey values of more than 8 bits are rescaled by their number of bits: of 16 bits, 0 .. 65535 become 0 .. 255.
     Raises: DataError: its content is corrupt or truncated, or as `header_size`.
     """
-    image = _open(data, max_pixels)
-    orientation = _orientation(image)
-    expected = _upright_size(image, orientation)
+    image, expected = _open(data, max_pixels), header_size(data, max_pixels)
     bits = _grey_bits(image)
     try:
-        image = (_rescaled(image, bits) if bits else image).convert("RGB")
+        image.load()
+        orientation = _orientation(image)  # of a TIFF none, since Pillow has turned it
+        image = _rescaled(image, bits) if bits else _on_white(image)
     except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, ...
         raise DataError(f"its content is corrupt: {one_line(error)}") from None
     if orientation in _TRANSPOSE:
@@ -197,28 +205,54 @@ def _grey_bits(image: Image.Image) -> int | None:
 
 
 def _rescaled(image: Image.Image, bits: int) -> Image.Image:
-    """Grey values of more bits as 8-bit ones, rounded; white stays white."""
+    """Grey values of more bits as 8-bit ones, rounded; white stays white, and what is transparent becomes it."""
     table = np.rint(np.arange(2**bits) * (255 / (2**bits - 1))).astype(np.uint8)
-    return Image.fromarray(table[np.asarray(image)])
+    transparent = image.info.get("transparency")
+    if isinstance(transparent, int) and 0 <= transparent < 2**bits:
+        table[transparent] = 255
+    return Image.fromarray(table[np.asarray(image)]).convert("RGB")
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """The image in RGB, on a white background where it is transparent: by an alpha channel, or a colour of its palette
+    or of its pixels.
+
+    Source: `convert_to_rgb` of transformers 5.23, with which its image processors begin.
+    """
+    if "A" in image.getbands() or image.info.get("transparency") is not None:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image)
+    return image.convert("RGB")
+
+
+def _has_late_metadata(data: bytes) -> bool:
+    """Whether a PNG has metadata behind its pixels, which Pillow finds only when it decodes."""
+    at, behind = 8, False
+    while at + 8 <= len(data):
+        length, name = struct.unpack(">I4s", data[at : at + 8])
+        if behind and name in _PNG_METADATA:
+            return True
+        behind = behind or name == b"IDAT"
+        at += length + 12
+    return False
 
 
 def _orientation(image: Image.Image) -> int:
-    # Image.getexif() would decode a whole PNG to look for a trailing chunk; the header's own is enough.
-    raw = image.info.get("exif")
-    if not raw:
-        return 1
-    exif = Image.Exif()
+    """The orientation of the camera, from 1 to 8, wherever `ImageOps.exif_transpose` finds it: in EXIF, in an EXIF
+    profile in a text, or in XMP."""
     try:
-        exif.load(raw)
-        value = exif.get(_ORIENTATION, 1)
+        value = Image.Image.getexif(image).get(_ORIENTATION)  # that of a PNG would decode it
     except Exception:  # damaged metadata does not make an image unreadable
         return 1
-    return value if isinstance(value, int) else 1
+    return value if isinstance(value, int) and value in _TRANSPOSE else 1
 
 
-def _upright_size(image: Image.Image, orientation: int) -> tuple[int, int]:
-    """Height and width after rotation; orientations from 5 on swap the axes."""
-    return (image.width, image.height) if orientation >= 5 else (image.height, image.width)
+def _stored_size(image: Image.Image) -> tuple[int, int]:
+    """Width and height before rotation. Some versions of Pillow turn those of a TIFF when they open it."""
+    if image.format != "TIFF":
+        return image.width, image.height
+    tags = image.tag_v2  # type: ignore[attr-defined]
+    return int(tags[_WIDTH]), int(tags[_LENGTH])
 
 
 def blank(image: Image.Image) -> Image.Image:

@@ -30,6 +30,9 @@ _DYNAMIC_RANGE = 8.0
 LEAST_RATE, MOST_RATE = 1000, 384_000
 """Limits of a sound's samples a second."""
 
+LOUDEST = 16.0
+"""Largest sample of a sound of floats, whose full scale is 1: beyond are integers that were not divided."""
+
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 _CODECS = {2: "ADPCM", 6: "A-law", 7: "mu-law", 17: "IMA ADPCM", 80: "MPEG", 85: "MP3"}
 _UNKNOWN_SIZE = 0x7FFF_0000
@@ -56,6 +59,7 @@ def open_sound(raw: RawSound, max_bytes: int) -> Sound:
     """
     if raw.samples is not None:
         samples = raw.samples
+        _check_values(samples)
         sound = Sound(samples.shape[-1], raw.rate, lambda: samples)
     else:
         assert raw.file is not None
@@ -74,9 +78,21 @@ def _checked(sound: Sound) -> np.ndarray:
     samples = samples if samples.ndim == 1 else samples.mean(axis=0)
     if len(samples) != sound.num_samples:
         raise DataError(f"it has {len(samples)} samples, but its header says {sound.num_samples}; write it again")
-    if not np.isfinite(samples).all():
-        raise DataError(f"its sample {int(np.argmin(np.isfinite(samples)))} is no finite number; write it again")
+    _check_values(samples)
     return samples
+
+
+def _check_values(samples: np.ndarray) -> None:
+    """Checks that samples, [samples] or [channels, samples], are numbers around the range from -1 to 1."""
+    if not np.isfinite(samples).all():
+        index = int(np.argmin(np.isfinite(samples).reshape(-1, samples.shape[-1]).all(axis=0)))
+        raise DataError(f"its sample {index} is no finite number; write it again")
+    loudest = float(np.abs(samples).max(initial=0.0))
+    if loudest > LOUDEST:
+        raise DataError(
+            f"its samples reach {loudest:g}, but they are from -1 to 1; divide integers of 16 bits by 32768, or write "
+            "it as a file"
+        )
 
 
 # --------------------------------------------------------------------------------------------------- WAV

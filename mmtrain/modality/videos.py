@@ -95,8 +95,11 @@ class VideoRules:
         return self.unit / (count / num_frames * fps)
 
     def time_step(self, seconds: float) -> float:
-        """Positions from one patch to the next in time."""
-        return self.tokens_per_second * seconds if self.tokens_per_second else 1.0
+        """Positions from one patch to the next in time, in float32 as its factors.
+
+        Source: `second_per_grid_ts` in `Qwen2_5_VLModel.get_rope_index` of transformers 5.23.
+        """
+        return float(np.float32(self.tokens_per_second) * np.float32(seconds)) if self.tokens_per_second else 1.0
 
     def captions(self, num_frames: int, fps: float, count: int) -> tuple[str, ...]:
         """The text before each patch in time; empty: there is none, and a video is one item of the encoder."""

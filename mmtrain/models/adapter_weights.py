@@ -1,73 +1,138 @@
 """Starts a chunk's low-rank adapters from a `peft` folder, such as `mmtrain export` writes."""
 
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
 import torch
 
-from mmtrain.config.model import LoRAConfig, ModelConfig
+from mmtrain.config.model import ModelConfig, section_of
 from mmtrain.errors import ConfigError
+from mmtrain.models.adapters import DECODERS, VISION_ADAPTERS
 from mmtrain.models.chunk import Chunk, VisionChunk
 from mmtrain.models.fused_qkv import is_fused, to_head_major
 from mmtrain.models.pretrained import open_tensors
-from mmtrain.models.trainable import is_adapter, stored_adapter_name
-from mmtrain.models.whole import in_class
+from mmtrain.models.trainable import adapter_names, is_adapter, stored_adapter_name
+from mmtrain.models.whole import in_classes
+from mmtrain.spec.adapter_settings import check_settings
+from mmtrain.spec.families import ENCODERS
 from mmtrain.spec.hub_files import find_file, read_json
+from mmtrain.spec.linears import adapted_linears
+from mmtrain.spec.model_configs import encoder_config
 from mmtrain.spec.modules import whole_kind
+from mmtrain.spec.shapes import language_shape
+from mmtrain.spec.vision_shapes import vision_shape
 
 _KEY = "model.lora.pretrained"
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+Shape = tuple[int, ...]
 
 
 @torch.no_grad()
 def load_adapters(chunk: Chunk, model: ModelConfig) -> int:
     """The number of adapters' parameters of a materialised, not yet sharded chunk that were set from files.
 
-    The folder's names are those of the whole class of transformers, where the modules make one; a folder of exported
-    parts has a folder for each module. Nothing is read, and 0 returned, without `model.lora.pretrained`.
-    Raises: ConfigError: no such folder, other sizes than the config's, or adapters that are missing or of another
-        shape.
+    Nothing is read, and 0 returned, without `model.lora.pretrained`. Raises: ConfigError: as `stored_adapters`.
     """
     parameters = {name: parameter for name, parameter in chunk.named_parameters() if is_adapter(name)}
-    source = model.lora.pretrained
-    if not source or not parameters:
+    if not model.lora.pretrained or not parameters:
         return 0
-    module = next(iter(parameters)).partition(".")[0]
-    folder, kind = "", whole_kind(model)
-    if find_file(_KEY, source, _CONFIG, optional=True) is None:
-        folder = f"{module}_adapter/"
-    elif not kind:
-        raise ConfigError(
-            f"{_KEY} = {source!r} holds adapters of a whole model of transformers, but this job's modules make none; "
-            f"give the folder with {module}_adapter/ that `mmtrain export` writes of such a job"
-        )
-    _check_settings(model.lora, f"{folder}{_CONFIG}")
-    of_class = {name: name.partition(".")[2] if folder else in_class(kind, name) for name in parameters}
-    path = find_file(_KEY, source, f"{folder}{_WEIGHTS}")
-    assert path is not None
-    with open_tensors(_KEY, path) as stored:
-        names = set(stored.keys())
+    (module,) = {name.partition(".")[0] for name in parameters}
+    file, keys = stored_adapters(model)[module]
+    with open_tensors(_KEY, file) as stored:
         for name, parameter in parameters.items():
-            key = stored_adapter_name(of_class[name])
-            shape = tuple(stored.get_slice(key).get_shape()) if key in names else None
-            if shape != parameter.shape:
-                there_is = "is not there" if shape is None else f"has shape {shape}, not {tuple(parameter.shape)}"
-                raise ConfigError(
-                    f"{_KEY} = {source!r}: {key} {there_is} in {folder}{_WEIGHTS}; take the base model and "
-                    "model.lora.target_modules with which the adapters were trained"
-                )
-            tensor = stored.get_tensor(key)
+            tensor = stored.get_tensor(keys[name])
             if isinstance(chunk, VisionChunk) and is_fused(name, chunk.adapter.fused_qkv):
                 tensor = to_head_major(tensor, chunk.shape.num_heads)
             parameter.copy_(tensor)
     return len(parameters)
 
 
-def _check_settings(lora: LoRAConfig, name: str) -> None:
-    """Checks that a folder's adapters have the sizes of the config."""
-    path = find_file(_KEY, lora.pretrained, name)
-    assert path is not None
-    stored = read_json(_KEY, path)
-    for theirs, (key, ours) in {"r": ("rank", lora.rank), "lora_alpha": ("alpha", lora.alpha)}.items():
-        if stored.get(theirs) != ours:
+def stored_adapters(model: ModelConfig) -> dict[str, tuple[Path, dict[str, str]]]:
+    """Module -> the file of its adapters in `model.lora.pretrained`, and name of each parameter -> that in the file.
+
+    A folder of a whole model has the names of its class in transformers, of any release; a folder of exported parts has
+    a folder for each module. No tensor is read.
+    Raises: ConfigError: no such folder, adapters that compute something else than those of the config, or tensors that
+        are missing, of another shape, or that no parameter takes.
+    """
+    modules = [name for name in (*model.encoders, "language") if adapted_linears(model, name)]
+    if find_file(_KEY, model.lora.pretrained, _CONFIG, optional=True) is None:
+        return {name: _in_folder(model, f"{name}_adapter/", [name], "") for name in modules}
+    kind = whole_kind(model)
+    if not kind:
+        raise ConfigError(
+            f"{_KEY} = {model.lora.pretrained!r} holds adapters of a whole model of transformers, but this job's "
+            f"modules make none; give the folder with {modules[0]}_adapter/ that `mmtrain export` writes of such a job"
+        )
+    return dict.fromkeys(modules, _in_folder(model, "", modules, kind))
+
+
+def _in_folder(model: ModelConfig, folder: str, modules: list[str], kind: str) -> tuple[Path, dict[str, str]]:
+    """The file and names of some modules' adapters. Args: folder: in the source. kind: of a whole model, or empty."""
+    settings, file = (find_file(_KEY, model.lora.pretrained, folder + name) for name in (_CONFIG, _WEIGHTS))
+    assert settings is not None and file is not None
+    with open_tensors(_KEY, file) as tensors:
+        stored = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    shapes = {name: shape for module in modules for name, shape in _parameters(model, module).items()}
+    keys = {name: _stored_name(kind, name, stored) for name in shapes}
+    source = f"{_KEY} = {model.lora.pretrained!r}"
+    check_settings(f"{source}: {folder}{_CONFIG}", read_json(_KEY, settings), model.lora, map(_layer, keys.values()))
+    wanted = {keys[name]: shape for name, shape in shapes.items()}
+    unused = {_stored_name(kind, name, stored) for module in modules for name in _parameters(model, module, True)}
+    _check_tensors(f"{source}: {folder}{_WEIGHTS}", stored, wanted, unused)
+    return file, keys
+
+
+def _parameters(model: ModelConfig, module: str, unused: bool = False) -> dict[str, Shape]:
+    """Name of each parameter of a module's adapters -> its shape.
+
+    Args: unused: of blocks behind the features that are read, which no job has, instead.
+    """
+    found: dict[str, Shape] = {}
+    blocks, depth, whole_depth = _blocks(model, module)
+    for index in range(depth, whole_depth) if unused else range(depth):
+        for linear in adapted_linears(model, module):
+            layer = f"{module}.{blocks}.{index}.{linear.name}"
+            down, up = adapter_names(f"{layer}.base_layer.weight")
+            found |= {down: (model.lora.rank, linear.inputs), up: (linear.outputs, model.lora.rank)}
+    return found
+
+
+def _blocks(model: ModelConfig, module: str) -> tuple[str, int, int]:
+    """The name of a module's list of blocks, and how many blocks a job and its class have."""
+    if module == "language":
+        language = language_shape(model)
+        return DECODERS[language.model_type].blocks, language.depth, language.depth
+    shape, values = vision_shape(model, module), encoder_config(model.encoders[module], section_of(module))
+    blocks = VISION_ADAPTERS[shape.model_type].blocks
+    return blocks, shape.depth, values[ENCODERS[shape.model_type].sizes["depth"]]
+
+
+def _stored_name(kind: str, name: str, stored: Collection[str]) -> str:
+    """The name of a parameter in a file. Args: kind: of a whole model; empty: of a part. stored: all names in it."""
+    names = [stored_adapter_name(n) for n in (in_classes(kind, name) if kind else [name.partition(".")[2]])]
+    return next((name for name in names if name in stored), names[0])
+
+
+def _layer(key: str) -> str:
+    """The name of the layer that an adapter's stored parameter adapts, as `peft` matches it."""
+    return key.removeprefix("base_model.model.").rpartition(".lora_")[0]
+
+
+def _check_tensors(where: str, stored: Mapping[str, Shape], wanted: Mapping[str, Shape], unused: set[str]) -> None:
+    for name, shape in wanted.items():
+        if stored.get(name) != shape:
+            there_is = f"has shape {stored[name]}, not {shape}" if name in stored else "is not there"
             raise ConfigError(
-                f"{_KEY} = {lora.pretrained!r}: {name} has {theirs} = {stored.get(theirs)}, but model.lora.{key} = "
-                f"{ours}; set model.lora.{key} = {stored.get(theirs)}"
+                f"{where}: {name} {there_is}; take the base model and model.lora.target_modules with which the "
+                "adapters were trained"
             )
+    surplus = sorted(stored.keys() - wanted.keys() - unused)
+    if surplus:
+        more = f" and {len(surplus) - 1} more" if len(surplus) > 1 else ""
+        raise ConfigError(
+            f"{where}: no parameter of this job takes {surplus[0]}{more}; "
+            'set trainable = "lora" for each module, and name in model.lora.target_modules each layer, that has '
+            "adapters there, or merge them into the base model with peft (`merge_and_unload`)"
+        )

@@ -119,15 +119,23 @@ def in_class(kind: str, name: str) -> str:
     return _spelled(name, part.spellings[part.in_class])
 
 
+def in_classes(kind: str, name: str) -> list[str]:
+    """The same in the class of each release of transformers, today's first."""
+    part = COMPOSITES[kind].parts[_section(name)]
+    older = (spelling for spelling in part.spellings if spelling is not part.spellings[part.in_class])
+    return [in_class(kind, name), *(_spelled(name, spelling) for spelling in older)]
+
+
 def on_disk(kind: str, name: str, spellings: Mapping[str, Spelling]) -> str:
     """The name of one of our parameters in the files of a whole model.
 
-    Args: spellings: key of `Composite.parts` -> that of the files which its weights came from; else those of new files
-    are taken.
+    Args: spellings: key of `Composite.parts` -> that of the files which its weights came from; else, or if transformers
+    5 alone reads it, those of new files are taken.
     """
     section = _section(name)
     part = COMPOSITES[kind].parts[section]
-    return _spelled(name, spellings.get(section, part.spellings[part.written]))
+    spelling, newer = spellings.get(section), [part.spellings[index] for index in part.newer]
+    return _spelled(name, part.spellings[part.written] if spelling is None or spelling in newer else spelling)
 
 
 def _section(name: str) -> str:

@@ -38,6 +38,8 @@ class Part:
     """Its names in stored weights; the first one that occurs counts."""
     written: int = 0
     """Which of them an export of a part from elsewhere has."""
+    newer: tuple[int, ...] = ()
+    """Which of them transformers 5 alone reads; an export of such a part has that `written`."""
     in_class: int
     """Which of them the class of the whole model has."""
 
@@ -126,6 +128,7 @@ COMPOSITES: Mapping[str, Composite] = {
                     "vision_tower.",
                     "model.vision_tower.",
                 ),
+                newer=(2, 3),
                 in_class=3,
             ),
             "model.projector": _PROJECTOR,

@@ -346,6 +346,11 @@ def _with_selected_features(
             f"or -1 to -{shape.depth} from the last one"
         )
     if layer and projector.kind == "native":
+        if not section.feature_layer:
+            raise ConfigError(
+                f'{projector.SECTION}.kind = "native", but {name}.pretrained is of a LLaVA model, whose projector is '
+                'of another kind; set kind = "llava"'
+            )
         raise ConfigError(
             f'{name}.feature_layer = {layer}, but its projector of kind "native" reads the output of the last '
             'block; remove it, or use kind = "mlp"'

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -85,10 +86,15 @@ def test_transformers_reads_every_weight_from_it(tmp_path, name):
             if own.startswith("vision.") and is_fused(own, chunk.adapter.fused_qkv):
                 found = to_head_major(found, chunk.shape.num_heads)
             assert torch.equal(found, tensor), own
-    source = load_file(tmp_path / "whole/model.safetensors")
-    assert load_file(tmp_path / "out/model.safetensors").keys() == source.keys(), "names are those that it came with"
+    source = load_file(tmp_path / "whole/model.safetensors").keys()
+    if kind == "llava":  # whose class of transformers 5 writes names that 4 does not read
+        source = {re.sub(r"^vision_tower\.", "vision_tower.vision_model.", name) for name in source}
+    assert load_file(tmp_path / "out/model.safetensors").keys() == source, "names are those that it came with"
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert {"text_config", "vision_config", "architectures"} <= config.keys()
+    text = config["text_config"]  # with the keys of transformers 4
+    assert text["rope_theta"] == text["rope_parameters"]["rope_theta"]
+    assert ("rope_scaling" in text) == ("qwen" in kind)
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "clip, llama"])
@@ -266,7 +272,7 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path):
         started(pretrained=str(tmp_path / "nothing"))
     both = with_lora(model, ["encoder", "language"])
     lora = dataclasses.replace(both.lora, pretrained=str(tmp_path / "out/adapter"))
-    with pytest.raises(ConfigError, match=r"base_model.model.model.visual.* is not there in adapter_model.safetensors"):
+    with pytest.raises(ConfigError, match=r"adapter_model.safetensors: base_model.model.model.visual.* is not there"):
         ReferenceModel(dataclasses.replace(both, lora=lora), model_spec(both), seed=0)
 
 

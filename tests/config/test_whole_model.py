@@ -1,7 +1,14 @@
+import json
+
 import pytest
 
 from mmtrain.config import config
+from mmtrain.config.model import ProjectorConfig
 from mmtrain.errors import ConfigError
+from mmtrain.spec.composites import COMPOSITES
+from mmtrain.spec.vision_shapes import vision_shape
+from tests.llava import save_llava
+from tests.whole_models import named
 
 REST = '[data]\nsource = "x"\n[training]\nsteps = 1\nseq_len = 8\nglobal_batch_size = 1\n'
 
@@ -72,6 +79,40 @@ def test_the_projector_of_a_llava_comes_with_it(tmp_path):
     assert (job.model.projector.kind, job.model.projector.pretrained) == ("llava", "a/b")
     job = load(tmp_path, '[model]\npretrained = "a/b"\n[model.projector]\nkind = "llava"\npretrained = ""\n')
     assert job.model.projector.pretrained == "", "a new one"
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["folder", "cached id"])
+def test_a_config_json_tells_the_projector_and_the_encoder(tmp_path, monkeypatch, cached):
+    """Of a folder, or of an id on the hub in the local cache; the kinds are those of the whole models."""
+    source, folder = str(tmp_path / "whole"), tmp_path / "whole"
+    if cached:
+        source, folder = "owner/name", tmp_path / "models--owner--name/snapshots/1"
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+        (tmp_path / "models--owner--name/refs").mkdir(parents=True)
+        (tmp_path / "models--owner--name/refs/main").write_text("1")
+    folder.mkdir(parents=True)
+    for kind, whole in COMPOSITES.items():
+        (folder / "config.json").write_text(json.dumps({"model_type": kind}))
+        model = load(tmp_path, f'[model]\npretrained = "{source}"\n').model
+        assert [model.projector_of(name).kind for name in model.encoders] == [whole.projector], kind
+        projector = model.projector_of(next(iter(model.encoders)))
+        assert projector.pretrained == ("" if projector.kind == "native" else source)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llava"}))
+    other = load(tmp_path, f'[model]\npretrained = "{source}"\n[model.projector]\nkind = "mlp"\n').model.projector
+    assert (other.kind, other.pretrained) == ("mlp", "")
+
+
+def test_another_projector_of_a_llava_is_refused_with_the_right_one(tmp_path):
+    save_llava("clip, llama", tmp_path)
+    model = named(tmp_path)
+    assert model.projector == ProjectorConfig(kind="llava", pretrained=str(tmp_path))
+    vision_shape(model)
+    for projector, message in (
+        ({"kind": "native"}, 'projector.kind = "native", but .* is of a LLaVA model, .*; set kind = "llava"'),
+        ({"kind": "native", "pretrained": ""}, 'set kind = "llava"'),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            vision_shape(named(tmp_path, projector=projector))
 
 
 EAR = '[model.modules.audio]\nkind = "audio"\n'

@@ -2,6 +2,7 @@ import functools
 import io
 import json
 import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,108 @@ def test_photos_are_turned_upright_and_their_header_knows(orientation: int) -> N
     expected = ImageOps.exif_transpose(Image.open(io.BytesIO(buffer.getvalue())))
     assert expected is not None
     assert upright.tobytes() == expected.convert("RGB").tobytes()
+
+
+XMP = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="%d"/></x:xmpmeta>'
+
+
+def turned(kind: str, orientation: int) -> bytes:
+    """An image of 40 x 24 pixels whose orientation is told in one of the ways that files have."""
+    from PIL import PngImagePlugin
+
+    image, exif, buffer, info = noisy_image(40, 24), Image.Exif(), io.BytesIO(), PngImagePlugin.PngInfo()
+    exif[0x0112] = orientation
+    raw, xmp = exif.tobytes(), XMP % orientation
+    if kind == "profile in a text of a PNG":  # as ImageMagick writes it
+        info.add_text("Raw profile type exif", f"\nexif\n{len(raw):8}\n{raw.hex()}\n", zip=True)
+    if kind == "XMP of a PNG":
+        info.add_itxt("XML:com.adobe.xmp", xmp.decode())
+    settings = {
+        "EXIF of a PNG": {"exif": exif}, "EXIF behind the pixels of a PNG": {}, "EXIF of a WebP": {"exif": exif},
+        "EXIF of a JPEG": {"exif": exif}, "XMP of a JPEG": {"xmp": xmp}, "XMP of a WebP": {"xmp": xmp},
+        "tag of a TIFF": {"tiffinfo": {274: orientation}}, "XMP of a TIFF": {"tiffinfo": {700: xmp}},
+    }.get(kind, {"pnginfo": info})  # fmt: skip
+    image.save(buffer, kind.rpartition(" ")[2], **settings)
+    data = buffer.getvalue()
+    if kind == "EXIF behind the pixels of a PNG":
+        chunk = b"eXIf" + raw.removeprefix(b"Exif\0\0")
+        chunk = struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
+        data = data[:-12] + chunk + data[-12:]
+    return data
+
+
+@pytest.mark.parametrize("orientation", [1, 3, 6, 9])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "EXIF of a JPEG", "XMP of a JPEG", "EXIF of a PNG", "EXIF behind the pixels of a PNG", "XMP of a PNG",
+        "profile in a text of a PNG", "EXIF of a WebP", "XMP of a WebP", "tag of a TIFF", "XMP of a TIFF",
+    ],
+)  # fmt: skip
+def test_an_image_is_turned_wherever_pillow_finds_its_orientation(kind: str, orientation: int) -> None:
+    from PIL import ImageOps
+
+    data = turned(kind, orientation)
+    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    upright = decode(data)
+    assert (expected.width > expected.height) == (orientation != 6), "Pillow must find it"
+    assert header_size(data) == (upright.height, upright.width) == (expected.height, expected.width)
+    assert upright.tobytes() == expected.convert("RGB").tobytes()
+
+
+def with_transparent_colour(width: int, depth: int, colour: int, row: bytes, transparent: bytes) -> bytes:
+    """A PNG of one row. Args: colour: type of its pixels. transparent: its chunk `tRNS`."""
+    header = struct.pack(">IIBBBBB", width, 1, depth, colour, 0, 0, 0)
+    chunks = (b"IHDR" + header, b"tRNS" + transparent, b"IDAT" + zlib.compress(b"\0" + row), b"IEND")
+    parts = (struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) for chunk in chunks)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def see_through(kind: str) -> bytes:
+    """An image with transparency in one of the ways that files have."""
+    by_hand = {
+        "a colour of RGB": with_transparent_colour(
+            3, 8, 2, bytes([9, 8, 7, 9, 8, 6, 0, 0, 255]), struct.pack(">3H", 9, 8, 7)
+        ),
+        "a grey": with_transparent_colour(3, 8, 0, bytes([0, 100, 255]), struct.pack(">H", 100)),
+        "one bit": with_transparent_colour(4, 1, 0, bytes([0b0110_0000]), struct.pack(">H", 0)),
+    }
+    if kind in by_hand:
+        return by_hand[kind]
+    image, buffer = noisy_image(24, 16), io.BytesIO()
+    image.putalpha(Image.fromarray(np.arange(24, dtype=np.uint8)[None].repeat(16, 0) * 10))
+    name = kind.rpartition(" ")[2]
+    if "palette" in kind:
+        image = image.convert("RGB").quantize(8)
+        image.save(buffer, name, transparency=bytes(range(0, 256, 32)) if "alphas" in kind else 3)
+    else:
+        image.convert("LA" if "grey" in kind else "RGBA").save(
+            buffer, name, **{"lossless": True} if "WebP" in kind else {}
+        )
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "a colour of RGB", "a grey", "one bit", "alpha of a PNG",
+        "grey and alpha of a PNG", "alpha of a WebP", "alpha of a TIFF", "grey and alpha of a TIFF",
+        "alpha of a JPEG2000", "palette of a PNG", "palette with alphas of a PNG", "palette of a GIF",
+    ],
+)  # fmt: skip
+def test_what_is_transparent_lies_on_white_as_in_the_processors(kind: str) -> None:
+    from transformers.image_transforms import convert_to_rgb
+
+    data = see_through(kind)
+    image = Image.open(io.BytesIO(data))
+    expected = convert_to_rgb(image, return_numpy=True)
+    assert np.array_equal(np.asarray(decode(data)), expected)
+    assert np.asarray(image.convert("RGBA"))[..., 3].min() < 255, "nothing of it is transparent"
+
+
+def test_a_transparent_grey_of_16_bits_is_white() -> None:
+    data = with_transparent_colour(4, 16, 0, struct.pack(">4H", 0, 1000, 2570, 65535), struct.pack(">H", 1000))
+    assert np.asarray(decode(data))[0, :, 1].tolist() == [0, 255, 10, 255]
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1", "CMYK"])

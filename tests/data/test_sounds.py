@@ -236,6 +236,7 @@ def test_arrays_and_files_are_the_same_sound(tmp_path: Path) -> None:
     values = [
         {"array": samples.tolist(), "sampling_rate": 16_000},
         {"array": np.stack([samples, samples]), "sampling_rate": 16_000, "path": None},
+        {"array": np.stack([samples, samples], 1).tolist(), "sampling_rate": 16_000.0},  # as soundfile reads it
         {"bytes": (tmp_path / "a.wav").read_bytes(), "path": "elsewhere.wav"},
         {"bytes": None, "path": "a.wav"},
         "a.wav",
@@ -251,6 +252,8 @@ def test_arrays_and_files_are_the_same_sound(tmp_path: Path) -> None:
     [
         ({"array": [0.0]}, "audio 0: `sampling_rate` = None; write the samples a second"),
         ({"array": [0.0], "sampling_rate": 0}, "audio 0: `sampling_rate` = 0; write"),
+        ({"array": [0.0], "sampling_rate": 22050.5}, "audio 0: `sampling_rate` = 22050.5; write"),
+        ({"array": [10**400], "sampling_rate": 8000}, "audio 0: its `array` has another form; write a list"),
         ({"array": ["a"], "sampling_rate": 8000}, "audio 0: its `array` has another form; write a list"),
         ({"array": [[[0.0]]], "sampling_rate": 8000}, "audio 0: its `array` has another form"),
         (7, "audio 0: a int; it must be a path, a data: URL, or bytes"),
@@ -260,6 +263,27 @@ def test_arrays_and_files_are_the_same_sound(tmp_path: Path) -> None:
 def test_values_that_are_no_sound_are_refused(value: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         raw_sound(value, "audio 0", "")
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        ((tone() * 32767).astype(int).tolist(), "its samples reach 16383, but they are from -1 to 1; divide integers"),
+        ([[0.5, 0.1, 0.2], [0.1, float("nan"), 0.0]], "its sample 1 is no finite number; write it again"),
+    ],
+)
+def test_an_array_of_other_numbers_is_refused_before_it_is_packed(array: list[Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        open_sound(raw_sound({"array": array, "sampling_rate": 16_000}, "audio 0", ""), 10**6)
+
+
+def test_a_file_of_floats_may_be_loud_but_no_integers() -> None:
+    def floats(values: np.ndarray) -> np.ndarray:
+        return opened(riff(form(codec=3, bits=32), chunk(b"data", values.astype("<f4").tobytes()))).decode()
+
+    np.testing.assert_array_equal(floats(6 * tone()), (6 * tone()).astype("<f4"))
+    with pytest.raises(DataError, match=r"its samples reach 16383\.5, but they are from -1 to 1"):
+        floats(32767 * tone())
 
 
 def test_an_empty_array_has_no_sample() -> None:

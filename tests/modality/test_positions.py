@@ -1,6 +1,7 @@
 """Positions on three axes against `get_rope_index` of transformers, one call a document."""
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,8 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mmtrain.config.data import DataConfig
+from mmtrain.config.model import EncoderConfig, LanguageConfig, ModelConfig, ProjectorConfig
 from mmtrain.modality.metadata import DocumentMeta, ImageMeta
 from mmtrain.modality.positions import token_positions
+from mmtrain.modality.videos import video_rules
 
 TEXT, IMAGE, VIDEO = range(3)
 MERGE = 2
@@ -44,7 +48,7 @@ def document(
 
 
 @functools.cache
-def theirs(family: str):
+def theirs(family: str, tokens_per_second: int = TOKENS_PER_SECOND):
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel, Qwen2VLConfig, Qwen2VLModel, Qwen3VLConfig, Qwen3VLModel
 
     text = {
@@ -63,7 +67,7 @@ def theirs(family: str):
         if family == "qwen3_vl":
             vision |= {"num_position_embeddings": 4, "deepstack_visual_indexes": [0]}
             return Qwen3VLModel(Qwen3VLConfig(text_config=text | {"head_dim": 16}, vision_config=vision))
-        vision |= {"tokens_per_second": TOKENS_PER_SECOND}
+        vision |= {"tokens_per_second": tokens_per_second}
         return Qwen2_5_VLModel(Qwen2_5_VLConfig(text_config=text, vision_config=vision))
 
 
@@ -102,6 +106,28 @@ def test_equal_to_qwen2_5_vl_with_the_seconds_between_frames(given_spans, second
     still = [(text, kind, (1, h, w) if kind == IMAGE else (t, h, w)) for text, kind, (t, h, w) in given_spans]
     meta, types = document(still, 2, seconds=seconds, tokens_per_second=TOKENS_PER_SECOND)
     np.testing.assert_array_equal(token_positions([meta], 3), rope_index("qwen2_5_vl", meta, types))
+
+
+@pytest.mark.parametrize("tokens_per_second", [2, 25])
+@pytest.mark.parametrize("fps", [23.976, 24.0, 30.0])
+def test_times_of_long_videos_are_rounded_as_by_qwen2_5_vl(fps, tokens_per_second):
+    """Of many lengths and numbers of frames; with 25 positions a second, 50 of 58 frames need the second rounding."""
+    config = {"model_type": "qwen2_5_vl_vision", "tokens_per_second": tokens_per_second}
+    model = ModelConfig(
+        encoder=EncoderConfig(config=config),
+        projector=ProjectorConfig(),
+        language=LanguageConfig(config={"model_type": "qwen2"}),
+    )
+    rules = video_rules(model, DataConfig(source="x"))
+    lengths = [rules.seconds(num, fps, count) for num in range(50, 250, 2) for count in (50, 100) if count <= num]
+    meta, types = document([(1, VIDEO, (50, 1, 1))] * len(lengths), 1, seconds=lengths)
+    images = tuple(replace(image, time_step=rules.time_step(image.seconds)) for image in meta.images)
+    videos = torch.tensor([image.grid for image in images])
+    positions, _ = theirs("qwen2_5_vl", tokens_per_second).get_rope_index(
+        torch.zeros(1, len(types), dtype=torch.int64), torch.tensor([types]), None, videos,
+        second_per_grid_ts=torch.tensor(lengths),
+    )  # fmt: skip
+    np.testing.assert_array_equal(token_positions([replace(meta, images=images)], 3), positions[:, 0].numpy())
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
