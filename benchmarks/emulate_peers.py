@@ -194,9 +194,11 @@ def check_stages(case: Case, run: Run, *, virtual: bool) -> None:
     modelled: dict[int, float] = dict.fromkeys(run.stages, 0.0)
     rows: dict[int, list[Row]] = {stage: [] for stage in run.stages}
     for row in simulate(case.problem, case.plan).rows:
-        stage, work = row.action.stage, case.plan.graph.work_of(row.action)
-        modelled[stage] += case.plan.option(case.problem, stage, work).duration_s(row.action.kind)
-        rows[stage].append(row)
+        entry, options = row.action, case.plan.options
+        # The first part of a block spends the seconds of all.
+        modelled[entry.stage] += case.problem.entry_cost(entry, case.plan.graph.work_of(entry), options).seconds
+        for part in entry.parts:
+            rows[part.stage].append(row)
     for stage, found in run.stages.items():
         where, end_s = f"{case.batch}, {case.schedule}, stage {stage}", max(row.end_s for row in rows[stage])
         if not math.isclose(found.asked_s, modelled[stage], rel_tol=EXACT):
@@ -273,6 +275,11 @@ def arguments() -> argparse.Namespace:
     for name in args.models:
         if name not in CLUSTERS:
             parser.error(f"no model {name!r}; there are {', '.join(CLUSTERS)}")
+    least = 2 * args.ranks - 1
+    if args.microbatches < least:
+        parser.error(
+            f"--microbatches={args.microbatches}: with fewer than {least} (2 x ranks - 1) torch's ZBV has gaps"
+        )
     return args
 
 
