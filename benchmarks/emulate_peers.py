@@ -39,7 +39,7 @@ from emulate import Case, print_order, scaled_cases, unit_factor
 from emulate_torch import SCHEDULES, Meter, TorchPipeline, as_torch_splits
 from emulation import EmulatedClock, EmulatedRuntime, HostClock, VirtualClock
 from overheads import hardware_text, measure, scaled, uncharged
-from peers_setups import CLUSTERS, DEFAULT, PEERS, Outcome, Question, chain_outcomes, other_outcome
+from peers_setups import BLOCKS, CLUSTERS, DEFAULT, PEERS, Outcome, Question, chain_outcomes, other_outcome
 
 from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.config.sections import CommConfig
@@ -98,21 +98,22 @@ def make_cases(args: argparse.Namespace, overheads: Overheads) -> list[Case]:
             plans = different_plans(name, outcomes, batch)
             factor = unit_factor(plans, args.unit_ms / 1e3)
             if overheads != NO_OVERHEADS:
-                plans[DEFAULT] = knowing(question, batch, scaled(overheads, 1 / factor))
+                for peer in (row for row in (DEFAULT, BLOCKS) if row in plans):
+                    plans[peer] = knowing(question, peer, batch, scaled(overheads, 1 / factor))
             sizes = args.unit_ms / 1e3, args.message_kib * 1024.0
             cases += scaled_cases(name, plans, *sizes, overheads, factor)
     return cases
 
 
-def knowing(question: Question, batch: int, overheads: Overheads) -> tuple[PlanningProblem, Plan]:
-    """What mmtrain comes to with a hardware profile that has the overheads; the problem is without them."""
+def knowing(question: Question, peer: str, batch: int, overheads: Overheads) -> tuple[PlanningProblem, Plan]:
+    """What a row of mmtrain comes to with a hardware profile that has the overheads; the problem is without them."""
     *overrides, hardware = question.overrides
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "known.toml"
         file.write_text('extends = "h800"\n' + hardware_text(overheads))
         known = hardware.replace("h800x", f"{file}x")
-        outcome = other_outcome(replace(question, overrides=(*overrides, known)), DEFAULT)
-    print(f"{question.model}, {DEFAULT}, knowing overheads: {outcome.setting}", flush=True)
+        outcome = other_outcome(replace(question, overrides=(*overrides, known)), peer)
+    print(f"{question.model}, {peer}, knowing overheads: {outcome.setting}", flush=True)
     pair = outcome.plans[batch]
     assert pair is not None
     problem = uncharged(pair[0], overheads)

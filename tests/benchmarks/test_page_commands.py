@@ -18,7 +18,7 @@ SIZES |= {f"--{name}": 1 for name in (*COUNTS, "models", "setups", "workloads")}
 """Options that say how much is done, and not what -> number of words that follow, unless there is a `=`."""
 
 SMALL = {
-    "python benchmarks/peers.py": "--quick --models vlm_s,t2v_s --parts compare,ablation",
+    "python benchmarks/peers.py": "--quick --models t2v_s --chart chart.png",
     "python benchmarks/emulate_peers.py": "--microbatches 8 --repetitions 1 --evaluations 20 --unit-ms 1 --free",
     "python benchmarks/planner.py": "--models vlm_s --effort 0.02",
     "python benchmarks/planning.py": "--repetitions 1",
