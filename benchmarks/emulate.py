@@ -23,7 +23,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from itertools import combinations
 from typing import get_args
@@ -51,7 +51,7 @@ from mmtrain.schedule.graph import Result
 from mmtrain.schedule.library.names import ScheduleName
 from mmtrain.schedule.overheads import NO_OVERHEADS, Overheads, charged
 from mmtrain.schedule.plan import Plan
-from mmtrain.schedule.problem import P2P, PlanningProblem
+from mmtrain.schedule.problem import P2P, Option, PlanningProblem
 from mmtrain.schedule.simulate import simulate
 from mmtrain.schedule.timeline import Row, Timeline
 
@@ -172,19 +172,9 @@ def scaled_cases(
 
 def slower(problem: PlanningProblem, factor: float) -> PlanningProblem:
     """The problem with all of its seconds times a factor."""
+    seconds = [field.name for field in fields(Option) if field.name.endswith("_s")]
     costs = tuple(
-        tuple(
-            replace(
-                option,
-                forward_s=option.forward_s * factor,
-                backward_input_s=option.backward_input_s * factor,
-                backward_weight_s=option.backward_weight_s * factor,
-                split_s=option.split_s * factor,
-                forward_exchange_s=option.forward_exchange_s * factor,
-                backward_exchange_s=option.backward_exchange_s * factor,
-            )
-            for option in options
-        )
+        tuple(replace(option, **{name: factor * getattr(option, name) for name in seconds}) for option in options)
         for options in problem.costs
     )
     p2p = P2P(latency_s=problem.p2p.latency_s * factor, bytes_per_s=problem.p2p.bytes_per_s / factor)
@@ -220,17 +210,19 @@ def excess(case: Case, timeline: Timeline) -> Excess:
     graph, problem = case.plan.graph, case.problem
     results: dict[Result, Row] = {}
     for row in timeline.rows:
-        results[RESULT_OF[row.action.kind], row.action.stage, graph.work_of(row.action)] = row
+        for part in row.action.parts:
+            results[RESULT_OF[part.kind], part.stage, graph.work_of(part)] = row
     inside, between, behind = [], [], []
     causes: dict[Row, Row | None] = {}
     for rank in range(graph.num_ranks):
         before: Row | None = None
         for row in timeline.of_rank(rank):
-            work = graph.work_of(row.action)
-            option = case.plan.option(problem, row.action.stage, work)
-            inside.append(row.end_s - row.start_s - option.duration_s(row.action.kind))
+            cost = problem.entry_cost(row.action, graph.work_of(row.action), case.plan.options)
+            inside.append(row.end_s - row.start_s - cost.seconds)
             ready, cause, message = (before.end_s, before, False) if before else (0.0, None, False)
-            for result, edge in graph.needs(row.action.kind, row.action.stage, work):
+            for result, edge in (
+                need for part in row.action.parts for need in graph.needs(part.kind, part.stage, graph.work_of(part))
+            ):
                 arrival = results[result].end_s + (problem.transfer_s(edge) if edge else 0.0)
                 if arrival > ready:
                     ready, cause, message = arrival, results[result], results[result].rank != rank

@@ -39,7 +39,7 @@ from emulate import Case, print_order, scaled_cases, unit_factor
 from emulate_torch import SCHEDULES, Meter, TorchPipeline, as_torch_splits
 from emulation import EmulatedClock, EmulatedRuntime, HostClock, VirtualClock
 from overheads import hardware_text, measure, scaled, uncharged
-from peers_setups import CLUSTERS, DEFAULT, PEERS, Outcome, Question, chain_outcomes, other_outcome
+from peers_setups import BLOCKS, CLUSTERS, DEFAULT, PEERS, Outcome, Question, chain_outcomes, other_outcome
 
 from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.config.sections import CommConfig
@@ -98,21 +98,22 @@ def make_cases(args: argparse.Namespace, overheads: Overheads) -> list[Case]:
             plans = different_plans(name, outcomes, batch)
             factor = unit_factor(plans, args.unit_ms / 1e3)
             if overheads != NO_OVERHEADS:
-                plans[DEFAULT] = knowing(question, batch, scaled(overheads, 1 / factor))
+                for peer in (row for row in (DEFAULT, BLOCKS) if row in plans):
+                    plans[peer] = knowing(question, peer, batch, scaled(overheads, 1 / factor))
             sizes = args.unit_ms / 1e3, args.message_kib * 1024.0
             cases += scaled_cases(name, plans, *sizes, overheads, factor)
     return cases
 
 
-def knowing(question: Question, batch: int, overheads: Overheads) -> tuple[PlanningProblem, Plan]:
-    """What mmtrain comes to with a hardware profile that has the overheads; the problem is without them."""
+def knowing(question: Question, peer: str, batch: int, overheads: Overheads) -> tuple[PlanningProblem, Plan]:
+    """What a row of mmtrain comes to with a hardware profile that has the overheads; the problem is without them."""
     *overrides, hardware = question.overrides
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "known.toml"
         file.write_text('extends = "h800"\n' + hardware_text(overheads))
         known = hardware.replace("h800x", f"{file}x")
-        outcome = other_outcome(replace(question, overrides=(*overrides, known)), DEFAULT)
-    print(f"{question.model}, {DEFAULT}, knowing overheads: {outcome.setting}", flush=True)
+        outcome = other_outcome(replace(question, overrides=(*overrides, known)), peer)
+    print(f"{question.model}, {peer}, knowing overheads: {outcome.setting}", flush=True)
     pair = outcome.plans[batch]
     assert pair is not None
     problem = uncharged(pair[0], overheads)
@@ -194,9 +195,11 @@ def check_stages(case: Case, run: Run, *, virtual: bool) -> None:
     modelled: dict[int, float] = dict.fromkeys(run.stages, 0.0)
     rows: dict[int, list[Row]] = {stage: [] for stage in run.stages}
     for row in simulate(case.problem, case.plan).rows:
-        stage, work = row.action.stage, case.plan.graph.work_of(row.action)
-        modelled[stage] += case.plan.option(case.problem, stage, work).duration_s(row.action.kind)
-        rows[stage].append(row)
+        entry, options = row.action, case.plan.options
+        # The first part of a block spends the seconds of all.
+        modelled[entry.stage] += case.problem.entry_cost(entry, case.plan.graph.work_of(entry), options).seconds
+        for part in entry.parts:
+            rows[part.stage].append(row)
     for stage, found in run.stages.items():
         where, end_s = f"{case.batch}, {case.schedule}, stage {stage}", max(row.end_s for row in rows[stage])
         if not math.isclose(found.asked_s, modelled[stage], rel_tol=EXACT):
@@ -273,6 +276,11 @@ def arguments() -> argparse.Namespace:
     for name in args.models:
         if name not in CLUSTERS:
             parser.error(f"no model {name!r}; there are {', '.join(CLUSTERS)}")
+    least = 2 * args.ranks - 1
+    if args.microbatches < least:
+        parser.error(
+            f"--microbatches={args.microbatches}: with fewer than {least} (2 x ranks - 1) torch's ZBV has gaps"
+        )
     return args
 
 

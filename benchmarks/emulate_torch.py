@@ -5,8 +5,9 @@ what a stage computes is replaced, as in `mmtrain/parallel/emulation.py`: it spe
 the same clock, and a message carries the moment it was made, before which plus its transfer time nobody uses it.
 
 *Where the seconds go.* torch splits a backward by the autograd graph: I runs the nodes on the way from the output to
-the input, W those from there to the weights, B both. So a chunk is one node of each sort, and each spends its own part.
-In the first stage nothing is on the way to an input: I does nothing there, and W, like B, spends both parts.
+the input, W those from there to the weights, B both. So a chunk is one node of each sort. The node of the weights runs
+first in B, and spends all of it, which is less than I and W where exchanges lie under weight gradients; after I it
+spends W. In the first stage nothing is on the way to an input: I does nothing there, and W spends all of B.
 `as_torch_splits` makes a problem of that, by which virtual time is exact.
 
 *In torch's favour.* A message of torch has one shape for all microbatches, here the largest, but takes the transfer
@@ -83,7 +84,8 @@ def as_torch_splits(problem: PlanningProblem) -> PlanningProblem:
 
 
 def _weight_alone(option: Option) -> Option:
-    return replace(option, backward_input_s=0.0, backward_weight_s=option.duration_s(Kind.B))
+    whole_s = option.duration_s(Kind.B)
+    return replace(option, backward_input_s=0.0, backward_exchange_s=0.0, backward_weight_s=whole_s, split_s=0.0)
 
 
 class TorchPipeline:
@@ -127,7 +129,7 @@ class TorchPipeline:
     def run(self, clock: EmulatedClock) -> dict[int, Meter]:
         """Stage -> what it spent in one step. Collective. Raises: RuntimeError: from torch; a wrong message came."""
         for chunk in self.chunks.values():
-            chunk.clock = Meter(clock)
+            chunk.clock, chunk.begun = Meter(clock), set()
         inputs = (torch.zeros(self._count, 1),) if 0 in self.chunks else ()
         microbatches = torch.arange(self._count)
         clock.start(self._group)
@@ -139,6 +141,8 @@ class _Chunk(nn.Module):
     """Stands for a stage's layers."""
 
     clock: Meter
+    begun: set[int]
+    """Works whose backward has run in part."""
 
     def __init__(self, stage: int, problem: PlanningProblem, plan: Plan, shape: tuple[int, ...]) -> None:
         super().__init__()
@@ -150,13 +154,18 @@ class _Chunk(nn.Module):
         work = int(microbatch)
         for edge in self.problem.graph.inputs(self.stage, work):
             self.arrived(x, edge, forward=True)
-        return _Output.apply(
-            _ToInput.apply(x, self, work), _ToWeight.apply(self.weight, self, work, not x.requires_grad), self, work
-        )
+        return _Output.apply(_ToInput.apply(x, self, work), _ToWeight.apply(self.weight, self, work), self, work)
 
     def spend(self, kind: Kind, work: int) -> None:
         """Spends the seconds of an action."""
         self.clock.spend(self.plan.option(self.problem, self.stage, work).duration_s(kind))
+
+    def spend_backward(self, work: int, first: Kind, second: Kind | None) -> None:
+        """Spends the seconds of `first` where nothing of this backward has run yet, otherwise those of `second`."""
+        kind = second if work in self.begun else first
+        self.begun.add(work)
+        if kind:
+            self.spend(kind, work)
 
     def message(self, edges: tuple[Edge, ...], forward: bool) -> Tensor:
         """What is sent on over an edge, if there is one."""
@@ -175,7 +184,7 @@ class _Chunk(nn.Module):
 
 
 class _ToInput(Function):
-    """The way from the output to the input: its backward is I."""
+    """The way from the output to the input: its backward is I, or the end of B."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, chunk: _Chunk, work: int) -> Tensor:
@@ -184,25 +193,25 @@ class _ToInput(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        ctx.chunk.spend(Kind.I, ctx.work)
+        ctx.chunk.spend_backward(ctx.work, Kind.I, None)
         return ctx.chunk.message(ctx.chunk.problem.graph.inputs(ctx.chunk.stage, ctx.work), False), None, None
 
 
 class _ToWeight(Function):
-    """The way from there to the weight: its backward is W, or B where there is no way to an input.
+    """The way from there to the weight: its backward is W after I, and otherwise B.
 
     Made after `_ToInput`, so that autograd runs it before that one in B, whose gradient leaves at the very end.
     """
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, chunk: _Chunk, work: int, alone: bool) -> Tensor:
-        ctx.chunk, ctx.work, ctx.kind = chunk, work, Kind.B if alone else Kind.W
+    def forward(ctx: Any, weight: Tensor, chunk: _Chunk, work: int) -> Tensor:
+        ctx.chunk, ctx.work = chunk, work
         return weight.detach().clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        ctx.chunk.spend(ctx.kind, ctx.work)
-        return grad, None, None, None
+        ctx.chunk.spend_backward(ctx.work, Kind.B, Kind.W)
+        return grad, None, None
 
 
 class _Output(Function):

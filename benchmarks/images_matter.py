@@ -5,7 +5,8 @@ blanked (sizes and everything else unchanged), and prints answer accuracy by gra
 images, and their gradients, arrive, the easy grade is far above the blanked run's. `blind` is what
 a guess scores that knows the question but not the image.
 
-Any --section.key=value is passed on to both runs.
+Any --section.key=value is passed on to both runs. The data set is read from the working directory, as `make train`
+leaves it there.
 """
 
 import argparse
@@ -16,8 +17,6 @@ import tempfile
 from pathlib import Path
 
 from mmtrain.config import config
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def main() -> None:
@@ -46,7 +45,7 @@ def main() -> None:
                 *extra,
             ]
             print(f"training: {name}", file=sys.stderr, flush=True)
-            subprocess.run(command, check=True, cwd=ROOT, stdout=sys.stderr)
+            subprocess.run(command, check=True, stdout=sys.stderr)
             found[name] = last_validation(folder / name)
     job = config.load(args.config, overrides)
     print(f"{job.training.steps} steps of {args.config}; accuracy on held-out charts after the last step")

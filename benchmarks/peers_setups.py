@@ -341,6 +341,8 @@ def _together(options: Sequence[Option]) -> Option:
         activation_bytes=sum(option.activation_bytes for option in options),
         weight_bytes=sum(option.held_for_weight_bytes for option in options),
         restored_bytes=max(option.restored_bytes for option in options),
+        split_s=sum(option.split_s for option in options),
+        host_s=sum(option.host_s for option in options),
         forward_exchange_s=sum(option.forward_exchange_s for option in options),
         backward_exchange_s=sum(option.backward_exchange_s for option in options),
         contention=max(exchanging, default=1.0),

@@ -1,4 +1,4 @@
-"""python benchmarks/planner.py [SECTION ...]
+"""python benchmarks/planner.py [SECTION ...] [--models vlm_s,vlm_m,vlm_l,t2v_l] [--effort 1.0]
 
 What the planner's search does and how well, on problems of VLM-S, M and L with 64 microbatches, memory options and
 limits (see planner_problems.py): "reference" ones, or of our cost model. Sections, all unless named:
@@ -13,8 +13,12 @@ strategies gap of the strategies at equal evaluations, two seeds
 progress   the best plan by the number of evaluations, of each strategy (DIP, figure 11)
 ablation   iteration time of baselines and with each part of the planner switched on (DIP, table 5)
 scaling    seconds to within 1 % of the best plan found, by microbatches (DIP, figure 12)
+
+`progress` is about VLM-L, `scaling` about VLM-S. --effort: part of all seconds, evaluations and seeds that is spent;
+figures mean nothing below 1.
 """
 
+import argparse
 import os
 import subprocess
 import sys
@@ -24,6 +28,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from planner_problems import problem, reference
@@ -41,6 +46,23 @@ from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import simulate
 
 MODELS = ("vlm_s", "vlm_m", "vlm_l")
+"""Those with a reference problem."""
+
+
+class Sizes(NamedTuple):
+    """What is measured, and with how much effort."""
+
+    models: tuple[str, ...]
+    effort: float
+
+    @property
+    def referenced(self) -> list[str]:
+        """The models with a reference problem."""
+        return [name for name in self.models if name in MODELS]
+
+    def of(self, count: int) -> int:
+        """A count at this effort."""
+        return max(1, round(self.effort * count))
 
 
 def makespan(found: object) -> float:
@@ -51,10 +73,11 @@ def makespan(found: object) -> float:
 # ---------------------------------------------------------------------------------------------- speed
 
 
-def speed() -> None:
+def speed(sizes: Sizes) -> None:
+    seconds, moves = 1.5 * sizes.effort, sizes.of(1000)
     head = f"{'model':8s} {'actions':>8s} {'objective':>17s} {'1 thread':>9s} {'2 threads':>10s} {'ns an action':>13s}"
     print(f"{head} {'not decoded':>12s}")
-    for name in MODELS:
+    for name in sizes.referenced:
         searched = Searched.of(reference(name))
         actions = len(searched.nodes) + int((searched.arrays.node[:, NEEDS_B] > 0).sum())
         for whole, split in ((False, False), (False, True), (True, False), (True, True)):
@@ -62,10 +85,12 @@ def speed() -> None:
             if not whole:  # nothing to choose
                 arrays = searched.arrays._replace(limit=np.full_like(searched.arrays.limit, np.inf))
                 given = replace(searched, arrays=arrays)
-            rates = [_rate(given, split=split, threads=n) for n in (1, 2)]
+            rates = [_rate(given, split=split, threads=n, seconds=seconds) for n in (1, 2)]
             words = ("whole" if whole else "interleave") + (", split" if split else "")
             row = f"{name:8s} {actions:8d} {words:>17s} {rates[0]:9.0f} {rates[1]:10.0f}"
-            print(f"{row} {1e9 / rates[0] / actions:13.0f} {_left_out(given, split=split):12.0%}", flush=True)
+            print(
+                f"{row} {1e9 / rates[0] / actions:13.0f} {_left_out(given, split=split, moves=moves):12.0%}", flush=True
+            )
 
 
 def _chain(searched: Searched, *, split: bool, seed: int) -> Chain:
@@ -73,7 +98,7 @@ def _chain(searched: Searched, *, split: bool, seed: int) -> Chain:
     return start_chain(searched, order, Decoder(0.5, 0.25, 0.5, False, split), 1e9, seed)
 
 
-def _left_out(searched: Searched, *, split: bool, moves: int = 1000) -> float:
+def _left_out(searched: Searched, *, split: bool, moves: int) -> float:
     """The part of a chain's moves that are taken without decoding them: the order changes, its records stay."""
     w, chain, found = searched.workspace(), _chain(searched, split=split, seed=1), 0
     for _ in range(moves):
@@ -83,7 +108,7 @@ def _left_out(searched: Searched, *, split: bool, moves: int = 1000) -> float:
     return found / moves
 
 
-def _rate(searched: Searched, *, split: bool, threads: int, seconds: float = 1.5) -> float:
+def _rate(searched: Searched, *, split: bool, threads: int, seconds: float) -> float:
     """Evaluations a second of an annealing chain on each thread."""
 
     def work(seed: int) -> int:
@@ -104,60 +129,64 @@ def _rate(searched: Searched, *, split: bool, threads: int, seconds: float = 1.5
 # ---------------------------------------------------------------------------------------------- gap
 
 
-def gap() -> None:
+def gap(sizes: Sizes) -> None:
     print(
         f"{'problem':24s} {'backwards':>9s} {'first':>8s} {'1 s':>8s} {'5 s':>8s}   % above the lower bound of its kind"
     )
-    named = [(f"{name}, reference", reference(name)) for name in MODELS]
-    named += [(f"{name}, our cost model", problem(name)) for name in (*MODELS, "t2v_l")]
+    named = [(f"{name}, reference", reference(name)) for name in sizes.referenced]
+    named += [(f"{name}, our cost model", problem(name)) for name in sizes.models]
     for label, given in named:
         for split in (False, True):
             bound = lower_bound_s(given, split=split)
             found = [makespan(make_plan(given, "interleave"))]
             for seconds in (1.0, 5.0):
-                options = SearchOptions(budget_evaluations=0, budget_s=seconds, threads=2, split=split)
+                options = SearchOptions(budget_evaluations=0, budget_s=sizes.effort * seconds, threads=2, split=split)
                 found.append(makespan(search(given, options)))
             row = " ".join(f"{100 * (value / bound - 1):8.2f}" for value in found)
             print(f"{label:24s} {'split' if split else 'whole':>9s} {row}", flush=True)
 
 
-def seeds() -> None:
+def seeds(sizes: Sizes) -> None:
     print("% above the lower bound of its kind: mean and worst of 6 seeds")
-    for name, evaluations in {"vlm_s": 6_500, "vlm_m": 17_500, "vlm_l": 4_000}.items():
-        given = reference(name)
+    second = sizes.effort
+    for name in sizes.referenced:
+        given, evaluations = reference(name), sizes.of({"vlm_s": 6_500, "vlm_m": 17_500, "vlm_l": 4_000}[name])
         row = [
-            ("whole, 1 s", SearchOptions(budget_evaluations=0, budget_s=1.0, threads=2, split=False)),
-            ("split, 1 s", SearchOptions(budget_evaluations=0, budget_s=1.0, threads=2)),
+            ("whole, 1 s", SearchOptions(budget_evaluations=0, budget_s=second, threads=2, split=False)),
+            ("split, 1 s", SearchOptions(budget_evaluations=0, budget_s=second, threads=2)),
             (f"split, {evaluations:,} evaluations", SearchOptions(budget_evaluations=evaluations, threads=2)),
         ]
         for label, options in row:
             bound = lower_bound_s(given, split=options.split)
-            found = [100 * (makespan(search(given, replace(options, seed=seed))) / bound - 1) for seed in range(6)]
+            found = [
+                100 * (makespan(search(given, replace(options, seed=seed))) / bound - 1) for seed in range(sizes.of(6))
+            ]
             print(f"{name}, {label:28s} {np.mean(found):5.2f} {max(found):5.2f}", flush=True)
 
 
 # ---------------------------------------------------------------------------------------------- memory
 
 
-def memory() -> None:
+def memory(sizes: Sizes) -> None:
     print(f"{'model':8s} {'works a rank':>12s} {'iterations':>11s} {'ms a rank':>10s} {'% above its bound':>18s}")
-    for name in MODELS:
+    times = sizes.of(20)
+    for name in sizes.referenced:
         searched = Searched.of(reference(name))
         w, ranks = searched.workspace(), searched.arrays.limit.size
         order = by_component(searched, component_orders(searched)[0])
         evaluate(searched, w, order, Decoder(0.5, 0.25, 0.5, False, False), 1)
         for iterations in (20, 50, 200):
             start = time.perf_counter()
-            for _ in range(20):
+            for _ in range(times):
                 gap = choose(searched, w, iterations)
-            taken, works = (time.perf_counter() - start) / 20 / ranks, len(searched.nodes) // ranks
+            taken, works = (time.perf_counter() - start) / times / ranks, len(searched.nodes) // ranks
             print(f"{name:8s} {works:12d} {iterations:11d} {1e3 * taken:10.2f} {100 * gap:18.3f}")
 
 
 # ---------------------------------------------------------------------------------------------- start
 
 
-def start() -> None:
+def start(sizes: Sizes) -> None:
     code = (
         "import time; t = time.perf_counter()\nfrom mmtrain.planner.search.search import warm\n"
         "a = time.perf_counter() - t\nwarm(); print(a, time.perf_counter() - t - a)"
@@ -173,10 +202,10 @@ def start() -> None:
 # ---------------------------------------------------------------------------------------------- strategies
 
 
-def strategies() -> None:
-    budgets = (100, 400, 1600)
+def strategies(sizes: Sizes) -> None:
+    budgets = [sizes.of(count) for count in (100, 400, 1600)]
     print(f"% above the lower bound of whole backwards, mean of 2 seeds, by evaluations {budgets}")
-    for name in MODELS:
+    for name in sizes.referenced:
         given = reference(name)
         for strategy in CHAINS:
             row = []
@@ -187,10 +216,10 @@ def strategies() -> None:
             print(f"{name:8s} {strategy:8s} " + " ".join(f"{value:7.2f}" for value in row))
 
 
-def progress() -> None:
+def progress(sizes: Sizes) -> None:
     given = reference("vlm_l")
     bound = lower_bound_s(given)
-    budgets = (10, 30, 100, 300, 1000, 3000)
+    budgets = [sizes.of(count) for count in (10, 30, 100, 300, 1000, 3000)]
     print(f"vlm_l, 64 microbatches: % above the lower bound by evaluations {budgets}")
     for strategy in CHAINS:
         found = [search(given, SearchOptions(budget_evaluations=b, threads=2, strategy=strategy)) for b in budgets]
@@ -200,10 +229,10 @@ def progress() -> None:
 # ---------------------------------------------------------------------------------------------- ablation
 
 
-def ablation() -> None:
+def ablation(sizes: Sizes) -> None:
     print("seconds of the pipeline of one iteration, and relative to all of it; 64 microbatches")
-    budget = SearchOptions(budget_evaluations=2000, threads=2)
-    for name in MODELS:
+    budget = SearchOptions(budget_evaluations=sizes.of(2000), threads=2)
+    for name in sizes.referenced:
         modular = problem(name)
         rows: list[tuple[str, float]] = []
         for partition in ("mixed-parameters", "mixed-latency"):
@@ -242,11 +271,11 @@ def _static(given: PlanningProblem, schedule: str) -> float:
 # ---------------------------------------------------------------------------------------------- scaling
 
 
-def scaling() -> None:
+def scaling(sizes: Sizes) -> None:
     print("vlm_s: evaluations and seconds after which a plan is within 1 % of the best one of 4000 evaluations")
     for microbatches in (8, 16, 32, 64, 128, 256):
         given = problem("vlm_s", microbatches)
-        budgets = (1, 30, 60, 120, 250, 500, 1000, 2000, 4000)
+        budgets = [sizes.of(count) for count in (1, 30, 60, 120, 250, 500, 1000, 2000, 4000)]
         found, taken = [], []
         for budget in budgets:
             begin = time.perf_counter()
@@ -257,7 +286,7 @@ def scaling() -> None:
         print(f"{microbatches:4d} microbatches: {budgets[near]:5d} evaluations, {taken[near]:6.2f} s")
 
 
-SECTIONS: dict[str, Callable[[], None]] = {
+SECTIONS: dict[str, Callable[[Sizes], None]] = {
     "speed": speed,
     "gap": gap,
     "seeds": seeds,
@@ -271,14 +300,16 @@ SECTIONS: dict[str, Callable[[], None]] = {
 
 
 def main() -> None:
-    named = sys.argv[1:] or list(SECTIONS)
-    for name in named:
-        if name not in SECTIONS:
-            sys.exit(f"no section {name!r}; there are {', '.join(SECTIONS)}")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sections", metavar="SECTION", nargs="*", choices=(*SECTIONS, []), help="default: all")
+    parser.add_argument("--models", default=",".join((*MODELS, "t2v_l")))
+    parser.add_argument("--effort", type=float, default=1.0)
+    given = parser.parse_args()
+    sizes = Sizes(tuple(given.models.split(",")), given.effort)
     warm()
-    for name in named:
+    for name in given.sections or SECTIONS:
         print(f"## {name}")
-        SECTIONS[name]()
+        SECTIONS[name](sizes)
         print(flush=True)
 
 

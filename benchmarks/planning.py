@@ -1,10 +1,11 @@
-"""python benchmarks/planning.py
+"""python benchmarks/planning.py [--repetitions 15]
 
 What planning one iteration costs on one core: milliseconds of CPU time for the works and costs, the checked and
 simulated plan, the lowering and the transport check, for 4 pipeline ranks x 16 microbatches of the model
 of debug_vlm.toml. Prints minimum, median and maximum over the repetitions.
 """
 
+import argparse
 import dataclasses
 import statistics
 import time
@@ -18,8 +19,6 @@ from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.passes.lower import lower
 from mmtrain.schedule.transport import check_transport
 
-REPETITIONS = 15
-
 
 def batch() -> IterationMeta:
     """16 microbatches of 256 tokens with 0 to 6 images of 8 x 8 patches."""
@@ -32,13 +31,16 @@ def batch() -> IterationMeta:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repetitions", type=int, default=15)
+    repetitions = parser.parse_args().repetitions
     root = Path(__file__).resolve().parent.parent
     job = config.load(root / "configs" / "debug_vlm.toml", ["parallelism.pipeline_parallel_degree=4"])
     meta = batch()
     for schedule in ("1F1B", "interleave"):
         planner = dataclasses.replace(IterationPlanner.of(job), schedule=CATALOGUE[schedule])
         figures: dict[str, list[float]] = {}
-        for _ in range(REPETITIONS + 1):
+        for _ in range(repetitions + 1):
             times = [time.process_time()]
             _, problem = planner.problem(meta)
             times.append(time.process_time())

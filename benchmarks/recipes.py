@@ -9,8 +9,8 @@ Both ways are two chains, each with half of the microbatches, the second one fro
 work for the scheduler as two copies of the model, whose weights a job would have to tie.
 """
 
+import argparse
 import itertools
-import sys
 import time
 from collections.abc import Iterator
 
@@ -59,8 +59,11 @@ def grid(num_ranks: int) -> Iterator[tuple[str, Placement, int, Recipe]]:
 
 
 def main() -> None:
-    given = [int(word) for word in sys.argv[1:3]]
-    num_ranks, num_microbatches = given + [8, 32][len(given) :]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("num_ranks", metavar="PP", type=int, nargs="?", default=8)
+    parser.add_argument("num_microbatches", metavar="MICROBATCHES", type=int, nargs="?", default=32)
+    given = parser.parse_args()
+    num_ranks, num_microbatches = given.num_ranks, given.num_microbatches
     start = time.process_time()
     warm = RecipeRun(Recipe(), problem_of(Placement(), 2, 2, ways=1))
     kernel.compiled()(kernel.as_arrays(warm.state))

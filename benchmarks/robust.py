@@ -53,7 +53,9 @@ def drawn(problem: PlanningProblem, factors: np.ndarray) -> PlanningProblem:
                 replace(
                     option,
                     forward_s=f * option.forward_s,
+                    forward_exchange_s=f * option.forward_exchange_s,
                     backward_input_s=i * option.backward_input_s,
+                    backward_exchange_s=i * option.backward_exchange_s,
                     backward_weight_s=w * option.backward_weight_s,
                     split_s=w * option.split_s,
                 )

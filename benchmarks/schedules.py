@@ -5,7 +5,7 @@ and 256 microbatches unless told otherwise: seconds of CPU time to make the plan
 rank that idles longest between its first and last action; the most microbatches' activations on a rank.
 """
 
-import sys
+import argparse
 import time
 
 from mmtrain.schedule.chain import plain_chain
@@ -15,8 +15,11 @@ from mmtrain.schedule.simulate import simulate
 
 
 def main() -> None:
-    given = [int(word) for word in sys.argv[1:3]]
-    num_ranks, num_microbatches = given + [16, 256][len(given) :]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("num_ranks", metavar="PP", type=int, nargs="?", default=16)
+    parser.add_argument("num_microbatches", metavar="MICROBATCHES", type=int, nargs="?", default=256)
+    given = parser.parse_args()
+    num_ranks, num_microbatches = given.num_ranks, given.num_microbatches
     print(f"{num_ranks} ranks, {num_microbatches} microbatches")
     print(f"{'schedule':22s} {'plan s':>7s} {'bubble %':>9s} {'idle s':>7s} {'peak':>6s}")
     for name, schedule in CATALOGUE.items():

@@ -7,7 +7,7 @@ batches of a vision encoder and a language model, the problems of `benchmarks/pr
 memory limits, before and after; the others ignore them.
 """
 
-import sys
+import argparse
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,8 +34,11 @@ def problems(num_ranks: int, num_microbatches: int) -> Iterator[tuple[str, str, 
 
 
 def main() -> None:
-    given = [int(word) for word in sys.argv[1:3]]
-    num_ranks, num_microbatches = given + [8, 64][len(given) :]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("num_ranks", metavar="PP", type=int, nargs="?", default=8)
+    parser.add_argument("num_microbatches", metavar="MICROBATCHES", type=int, nargs="?", default=64)
+    given = parser.parse_args()
+    num_ranks, num_microbatches = given.num_ranks, given.num_microbatches
     head = f"{'actions':>8s} {'before s':>9s} {'after s':>9s} {'ratio':>6s} {'peak':>5s} {'split %':>8s} {'pass s':>7s}"
     print(f"{'problem':14s} {'schedule':16s} {head}")
     for problem_name, name, problem in problems(num_ranks, num_microbatches):

@@ -1,4 +1,5 @@
 """python benchmarks/xl.py [MODEL ...] [--iterations N] [--evaluations N] [--chart FOLDER]
+    [--section.key=value ...]
 
 Where the rank-seconds of DIP's four largest models go, on simulated H100s (arXiv:2504.14145, table 6): one replica,
 batches of the default workload. `Megatron-like`: one chain of four chunks a rank with equal parameters, Interleaved1F1B
@@ -48,10 +49,10 @@ def job(name: str, words: Sequence[str]) -> Config:
     return config.load(f"{name}.toml", [f"planner.hardware=h100x{MODELS[name]}", *written])
 
 
-def answer(name: str, setup: str, iterations: int, evaluations: int) -> Answer:
+def answer(name: str, setup: str, iterations: int, evaluations: int, keys: Sequence[str]) -> Answer:
     schedule, words = SETUPS[setup]
     asked = Question(
-        config=job(name, words),
+        config=job(name, [*words, *keys]),
         schedules=(schedule,),
         evaluations=evaluations,
         num_iterations=iterations,
@@ -60,9 +61,9 @@ def answer(name: str, setup: str, iterations: int, evaluations: int) -> Answer:
     return dataclasses.replace(simulate_job(asked).answers[0], schedule=setup)
 
 
-def below_peak(name: str) -> dict[tuple[str, str], float]:
+def below_peak(name: str, keys: Sequence[str]) -> dict[tuple[str, str], float]:
     """(module, kernels) -> fraction of what the first batch computes above its FLOPs at the peak rate."""
-    made = job(name, SETUPS["planned"][1])
+    made = job(name, [*SETUPS["planned"][1], *keys])
     planner = IterationPlanner.of(made)
     batching, _ = planner.problem(draw(usual_workload(made), Bins.of(made), seed=0, iteration=0), searched=True)
     costs, flops = planner.costs, planner.flops(batching)
@@ -86,27 +87,27 @@ def below_peak(name: str) -> dict[tuple[str, str], float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--evaluations", type=int, default=1000)
     parser.add_argument("--chart", type=Path)
-    args = parser.parse_args()
+    args, keys = parser.parse_known_args()
     for name in args.models:
         answers = []
         for setup in SETUPS:
             start = time.perf_counter()
-            found = answer(name, setup, args.iterations, args.evaluations)
+            found = answer(name, setup, args.iterations, args.evaluations, keys)
             took = time.perf_counter() - start
             said = found.problem or f"{found.mean('iteration_s'):.2f} s, MFU {found.breakdown[Part.MODEL_FLOPS]:.3f}"
             print(f"{name} {setup}: {said}; simulated in {took:.0f} s", flush=True)
             answers += [] if found.problem else [found]
         for row in breakdown_rows(answers):
             print("| " + " | ".join(row) + " |")
-        shown = (f"{module} {kernels} {share:.2f}" for (module, kernels), share in below_peak(name).items())
+        shown = (f"{module} {kernels} {share:.2f}" for (module, kernels), share in below_peak(name, keys).items())
         print(f"below the peak, parts of it: {', '.join(shown)}", flush=True)
         if args.chart:
-            bars = drawing({a.schedule: a.breakdown for a in answers}, title=job(name, []).job.description)
+            bars = drawing({a.schedule: a.breakdown for a in answers}, title=job(name, keys).job.description)
             (args.chart / f"{name}.png").write_bytes(painted(bars))
 
 
