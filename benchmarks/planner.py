@@ -35,11 +35,11 @@ from planner_problems import problem, reference
 
 from mmtrain.planner.bound import lower_bound_s
 from mmtrain.planner.plan import make_plan
-from mmtrain.planner.search.evaluate import anneal, choose, evaluate, start_chain
+from mmtrain.planner.search.evaluate import anneal, choose, evaluate, fit_memory, start_chain
 from mmtrain.planner.search.instance import Searched
 from mmtrain.planner.search.kernels.arrays import NEEDS_B, Chain, Decoder
 from mmtrain.planner.search.orders import by_component, component_orders
-from mmtrain.planner.search.search import CHAINS, ITERATIONS, SearchOptions, fit_memory, search, warm
+from mmtrain.planner.search.search import CHAINS, ITERATIONS, SearchOptions, search, warm
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.problem import PlanningProblem

@@ -4,6 +4,7 @@ Trainings have two steps. Every second page is followed daily, and trainings tha
 checked as a config; `make nightly` follows all pages and runs all trainings.
 """
 
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from mmtrain.commands import cli
 from mmtrain.config import config
 from mmtrain.launch.processes import end_with_parent
 from tests.guides import (
@@ -65,6 +67,28 @@ def test_settings_that_a_guide_advises_fit_its_own_job(page: str, checkout: Path
     assert found
     for job, settings in found:
         config.load(checkout / job, settings)
+
+
+ROWS = re.findall(
+    r"^\| (\d+) x (\d+) x (\d+) \| (full|selective) \| (.*) \|$", (DOCS / GUIDES[3]).read_text(), re.MULTILINE
+)
+
+
+@pytest.mark.parametrize("row", [ROWS[0], *(pytest.param(row, marks=pytest.mark.nightly) for row in ROWS[1:])])
+def test_figures_of_layouts_are_those_of_the_simulator(
+    row: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    pp, dp, tp, mode, figures = row
+    words = [
+        f"--parallelism.{name}_degree={n}"
+        for name, n in zip(("pipeline_parallel", "data_parallel_shard", "tensor_parallel"), (pp, dp, tp), strict=True)
+    ]
+    unlimited = ["--planner.memory_limit="] if mode == "selective" else []
+    command = "simulate --config vlm_s.toml --cluster h800x16 --iterations 4 --schedule interleave".split()
+    assert cli.main([*command, *words, f"--activation_checkpoint.mode={mode}", *unlimited]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("interleave "))
+    seconds, _, _, mfu, _, bubble, _, _, _, _, gib, *_ = line.split()[1:]
+    assert figures == f"{float(seconds):.1f} | {mfu} % | {bubble} % | {float(gib):.0f}"
 
 
 @pytest.mark.ranks

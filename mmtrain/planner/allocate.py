@@ -32,12 +32,13 @@ FINALISTS = 6
 """Candidates that are simulated by default, half of them with modules on ranks of their own if enough of those run."""
 ITERATIONS = 1
 """Simulated iterations of each, by default."""
-REPLICAS = 2
-"""Replicas of a simulated iteration, of which the slower one counts."""
 MOST_MICROBATCHES = 32
-"""Microbatches of a replica in a simulated iteration; of longer ones the rest is in proportion."""
+"""Microbatches of each replica in a simulated iteration; of longer ones the rest is in proportion."""
 GIB = 2.0**30
-HEADER = "seconds by equation 4.2, simulated seconds, GiB of the most loaded rank, pipeline ranks of each module:"
+HEADER = (
+    "seconds by equation 4.2, simulated seconds of the slowest of all replicas, GiB of the most loaded rank, pipeline "
+    "ranks of each module:"
+)
 """What the columns of `described` are."""
 
 
@@ -173,7 +174,7 @@ def allocate(
             f"allocate: no degrees of parallelism use {num_gpus} GPUs (--gpus) with training.global_batch_size = "
             f"{config.training.global_batch_size} and this model; change one of them"
         )
-    steps = [[_packed(config, costs, (seed, i, r)) for r in range(REPLICAS)] for i in range(iterations)]
+    steps = [_packed(config, costs, (seed, i)) for i in range(iterations)]
     ranked: list[Ranked] = []
     wanted = (finalists + 1) // 2
     for placed in (True, False):
@@ -357,12 +358,12 @@ def _work(config: Config, candidate: Candidate, samples: Sequence[PricedSample])
 
 
 def _packed(config: Config, costs: SampleCosts, seed: tuple[int, ...]) -> list[MicrobatchMeta]:
-    """Full microbatches of samples drawn with replacement, as many as a replica of any candidate is simulated with."""
+    """The microbatches of a step, full ones of samples drawn with replacement; all candidates divide the same ones."""
     rng = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed)))
     microbatches: list[MicrobatchMeta] = []
     own: list[DocumentMeta | ClipMeta] = []
     room, drawn = list(costs.limits), 0
-    while len(microbatches) < min(MOST_MICROBATCHES, config.training.global_batch_size):
+    while len(microbatches) < config.training.global_batch_size:
         sample = costs.samples[int(rng.integers(len(costs.samples)))]
         if own and any(size > free for size, free in zip(sample.size, room, strict=True)):
             microbatches.append(MicrobatchMeta.of(own))
@@ -374,11 +375,14 @@ def _packed(config: Config, costs: SampleCosts, seed: tuple[int, ...]) -> list[M
 
 
 def _simulated(
-    config: Config, candidate: Candidate, steps: Sequence[Sequence[Sequence[MicrobatchMeta]]], evaluations: int
+    config: Config, candidate: Candidate, steps: Sequence[Sequence[MicrobatchMeta]], evaluations: int
 ) -> Ranked:
-    """A candidate with its simulated seconds. Args: steps: [iteration][replica] -> microbatches."""
-    count, replicas = config.training.global_batch_size // candidate.dp, min(REPLICAS, candidate.dp)
-    shown = min(count, len(steps[0][0]))
+    """A candidate with its simulated seconds: of all its replicas, as a step waits for the slowest.
+
+    Args: steps: [iteration] -> the microbatches of all replicas.
+    """
+    count = config.training.global_batch_size // candidate.dp
+    shown = min(count, MOST_MICROBATCHES)
     try:
         job = candidate.job(config)
         schedule = PLANNED if job.planner.enable else job.parallelism.pipeline_parallel_schedule
@@ -389,7 +393,8 @@ def _simulated(
         )
         seconds, peak = [], 0.0
         for index, step in enumerate(steps):
-            metas = [IterationMeta(microbatches=tuple(own[:shown])) for own in step[:replicas]]
+            starts = range(0, count * candidate.dp, count)
+            metas = [IterationMeta(microbatches=tuple(step[start : start + shown])) for start in starts]
             iteration, _ = simulator.simulate(metas, step=index)
             rest = (count - shown) / shown * _steady_s(iteration.pipeline_s, candidate.num_ranks, shown)
             seconds.append(iteration.iteration_s + rest)

@@ -10,10 +10,9 @@ from mmtrain.planner.first_plan import first_plan
 from mmtrain.planner.noise import EXACT, Noise
 from mmtrain.planner.plan import PlanResult
 from mmtrain.planner.search.numba_start import HAS_NUMBA
-from mmtrain.planner.search.search import SearchOptions, fit_memory, search
+from mmtrain.planner.search.search import SearchOptions, search
 from mmtrain.schedule.library.catalogue import Schedule
 from mmtrain.schedule.problem import PlanningProblem
-from mmtrain.schedule.simulate import simulate
 
 PLANNED = "planned"
 """Stands among the names of schedules for the plans of the planner's search."""
@@ -85,21 +84,12 @@ def choose_plan(
 
     Args: first: in the order of parallelism.pipeline_parallel_schedule.
     """
-    if section.interleave:
-        found = search(problem, options, cancelled=cancelled)
-        if first.timeline is None or found.timeline is None or found.timeline.makespan_s <= first.timeline.makespan_s:
-            return found
-        return replace(first, evaluations=found.evaluations, seed=found.seed)
-    if not section.memory or first.plan is None or all(len(listed) == 1 for listed in problem.costs):
+    if not section.interleave:
         return first
-    fitted = fit_memory(problem, first.plan)
-    if fitted is None:  # the choice is a heuristic, and may miss the options that the first plan itself has
-        return first
-    timeline = simulate(problem, fitted)
-    if first.timeline is not None and first.timeline.makespan_s <= timeline.makespan_s:
-        return first
-    message = f"{first.message}, with memory options chosen for it"
-    return replace(first, status="improved", message=message, plan=fitted, timeline=timeline)
+    found = search(problem, options, cancelled=cancelled)
+    if first.timeline is None or found.timeline is None or found.timeline.makespan_s <= first.timeline.makespan_s:
+        return found
+    return replace(first, evaluations=found.evaluations, seed=found.seed)
 
 
 def searched_plan(

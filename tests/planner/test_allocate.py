@@ -10,7 +10,10 @@ from mmtrain.commands.cli import main
 from mmtrain.commands.sample_files import drawn_costs
 from mmtrain.config import config
 from mmtrain.errors import ConfigError
-from mmtrain.planner.allocate import allocate, described
+from mmtrain.modality.metadata import IterationMeta
+from mmtrain.planner.allocate import _packed, allocate, described
+from mmtrain.planner.forecast.machine import Machine
+from mmtrain.planner.forecast.whole_iteration import IterationSimulator
 from mmtrain.planner.iteration import IterationPlanner
 
 ON_A40 = ["planner.hardware=a40", "training.global_batch_size=8"]
@@ -41,6 +44,22 @@ def test_all_gpus_are_used_and_the_fastest_comes_first(job, answer):
     assert seconds == sorted(seconds) and sum(s < math.inf for s in seconds) == 4
     assert {bool(one.candidate.ranks) for one in answer.ranked} == {True, False}
     assert answer.num_candidates > len(answer.ranked)
+
+
+def test_a_step_waits_for_the_slowest_of_all_replicas(job, costs):
+    """With one microbatch a replica and no pipeline, no step is shorter than its slowest microbatch alone."""
+    spread = [one for one in allocate(job, costs, 8, finalists=12).ranked if one.candidate.dp == 8]
+    (whole,) = [one for one in spread if one.candidate.num_ranks == one.candidate.cp == one.candidate.tp == 1]
+    alone = whole.candidate.job(job)
+    machine = Machine.of(alone)
+    simulator = IterationSimulator.of(alone, machine.network)
+    step = _packed(job, costs, (0, 0))
+    assert len(step) == job.training.global_batch_size == 8
+    metas = [IterationMeta(microbatches=(one,)) for one in step]
+    each = [simulator.simulate([meta])[0].iteration_s for meta in metas]
+    assert whole.seconds == pytest.approx(simulator.simulate(metas)[0].iteration_s)
+    assert whole.seconds >= max(each)
+    assert simulator.simulate(metas[:2])[0].iteration_s < 0.99 * max(each), "two replicas are not all"
 
 
 def test_equation_4_2_with_the_best_cut_of_each_module(job, costs, answer):

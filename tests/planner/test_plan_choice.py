@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from mmtrain.config import config
@@ -9,6 +11,7 @@ from mmtrain.planner.first_plan import first_plan
 from mmtrain.planner.forecast.workloads import draw
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.job_schedule import job_schedule
+from mmtrain.planner.memory.limit import MemoryRule
 from mmtrain.planner.plan import PlanResult, make_plan
 from mmtrain.planner.plan_choice import (
     choose_plan,
@@ -18,7 +21,7 @@ from mmtrain.planner.plan_choice import (
     searched_plan,
     show_switches,
 )
-from mmtrain.planner.search.search import search
+from mmtrain.planner.search.search import SearchOptions, search
 from mmtrain.schedule.plan import Plan
 from tests.schedule.problems import as_units, chain, two_modules
 
@@ -95,6 +98,38 @@ def test_blocks_are_in_the_plans_of_the_schedule_and_of_the_search():
     alone = searched_plan(problem, job_schedule(config.load("debug_vlm.toml", words[1:])), PlannerConfig(), seed=0)
     assert found.timeline.makespan_s <= first.timeline.makespan_s
     assert found.timeline.makespan_s < alone.timeline.makespan_s
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["parallelism.pipeline_parallel_degree=8", "parallelism.context_parallel_degree=2"],
+        # No memory options fit the orders that `interleave` makes without limits.
+        ["parallelism.pipeline_parallel_degree=16", "planner.sub_microbatch=false"],
+        [
+            "parallelism.pipeline_parallel_degree=8",
+            "parallelism.context_parallel_degree=2",
+            "parallelism.pipeline_parallel_schedule=ZB-AutoSchedule",
+        ],
+    ],
+    ids=("cp", "deep", "zero bubble"),
+)
+def test_the_first_plan_under_a_tight_limit_is_near_the_search(words):
+    more = ["planner.hardware=h800x16", "parallelism.tensor_parallel_degree=1", 'activation_checkpoint.mode="none"']
+    job = config.load("vlm_s.toml", [*more, "training.global_batch_size=32", 'planner.memory_limit="92%"', *words])
+    planner = IterationPlanner.of(job)
+    limits = MemoryRule.of(job).budget(planner.spec, planner.partition).activation_limits
+    meta = draw("mix", Bins.of(job), seed=0, iteration=0)
+    problem = planner.with_limits(limits).problem(meta, searched=True)[1]
+    first = first_plan(problem, planner.schedule, job.planner)
+    searched = search(problem, SearchOptions(budget_evaluations=300))
+    own = make_plan(problem, planner.schedule)
+    assert own.timeline.makespan_s > 1.6 * searched.timeline.makespan_s, "microbatches one after another"
+    assert first.timeline.makespan_s <= 1.1 * searched.timeline.makespan_s
+    assert first_plan(problem, planner.schedule, job.planner) == first
+    # With a limit that delays nothing, the plan is that of the schedule.
+    roomy = replace(problem, memory_limit_bytes=tuple(20 * limit for limit in limits))
+    assert first_plan(roomy, planner.schedule, job.planner) == make_plan(roomy, planner.schedule)
 
 
 def test_images_of_a_microbatch_can_stay_together():

@@ -26,7 +26,7 @@ from mmtrain.planner.plan import make_plan
 from mmtrain.planner.plan_choice import search_options
 from mmtrain.planner.problem import make_problem
 from mmtrain.planner.search.numba_start import HAS_NUMBA
-from mmtrain.planner.search.search import SearchOptions, search, shortest_s
+from mmtrain.planner.search.search import SearchOptions, search, shortest_s, with_options_chosen
 from mmtrain.schedule.library.catalogue import Schedule
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.timeline import Timeline
@@ -219,20 +219,24 @@ class TypicalIterations:
         plans = self._listed(problem)
         name = min(plans, key=lambda name: plans[name].makespan_s, default="")
         falling = self._problem(partition, self.reordered[index], within) if name and self.reordered else None
-        again = make_plan(falling, name).timeline if falling else None
+        again = self._named(falling, name) if falling else None
         return again if again and again.makespan_s < plans[name].makespan_s else plans.get(name)
 
     def _listed(self, problem: PlanningProblem) -> dict[str, Timeline]:
         """List schedule -> its timeline.
 
         `ZB-AutoSchedule` is close to what a search finds, unless memory is scarce: it then runs microbatches one after
-        another.
+        another, and `interleave` with options chosen is closer.
         """
         splits = self.section.split_backward and _has_search(self.section)
         limited = any(limit is not None for limit in problem.memory_limit_bytes)
         names = ["ZB-AutoSchedule"] * splits + ["interleave"] * (not splits or limited)
-        timelines = {name: make_plan(problem, name).timeline for name in (names[-1:] if self.is_quick else names)}
+        timelines = {name: self._named(problem, name) for name in (names[-1:] if self.is_quick else names)}
         return {name: timeline for name, timeline in timelines.items() if timeline is not None}
+
+    def _named(self, problem: PlanningProblem, name: str) -> Timeline | None:
+        made = make_plan(problem, name)
+        return (with_options_chosen(problem, made) if name == "interleave" else made).timeline
 
     def _problem(self, partition: Partition, batching: Batching, within: MemoryRule | None) -> PlanningProblem | None:
         """The planning problem of an iteration; None: parameters and gradients, or one block, exceed the limit."""

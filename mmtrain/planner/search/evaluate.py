@@ -1,11 +1,20 @@
 """Calls of the kernels from Python, with the types that they are compiled for."""
 
+import math
+from dataclasses import replace
+
 import numpy as np
 
 from mmtrain.planner.search.instance import Searched
 from mmtrain.planner.search.kernels.anneal import ANNEAL, CHOOSE, COST, EVALUATE, JOIN, run
 from mmtrain.planner.search.kernels.arrays import Chain, Decoder, Workspace
+from mmtrain.planner.search.numba_start import HAS_NUMBA, load_numba
 from mmtrain.planner.search.orders import Order, inverse
+from mmtrain.schedule.plan import Plan
+from mmtrain.schedule.problem import PlanningProblem
+
+LAST_ITERATIONS = 300
+"""Iterations of the memory choice of the best plan."""
 
 
 def start_chain(searched: Searched, order: Order, how: Decoder, cost: float, seed: int) -> Chain:
@@ -77,6 +86,23 @@ def choose(searched: Searched, w: Workspace, iterations: int) -> float:
     """Chooses options for the orders in a workspace; the greatest part by which a rank's seconds exceed a bound; inf:
     none fit."""
     return _of_plan(searched, w, CHOOSE, iterations)
+
+
+def fit_memory(problem: PlanningProblem, plan: Plan, *, iterations: int = LAST_ITERATIONS) -> Plan | None:
+    """The plan with the same orders and the fastest memory options within the limits.
+
+    None: even the options of least memory do not fit, or numba is not installed.
+
+    Args: iterations: of the choice.
+    """
+    if not HAS_NUMBA:
+        return None
+    load_numba()
+    searched = Searched.of(problem)
+    w = searched.load(plan)
+    if choose(searched, w, iterations) == math.inf:
+        return None
+    return replace(plan, options=searched.chosen(w))
 
 
 def _of_plan(searched: Searched, w: Workspace, mode: int, iterations: int = 0) -> float:

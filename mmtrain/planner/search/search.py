@@ -27,14 +27,15 @@ from mmtrain.planner.bound import lower_bound_s
 from mmtrain.planner.noise import EXACT, Factors, Noise
 from mmtrain.planner.plan import PlanResult, make_plan
 from mmtrain.planner.search.chains import AnnealChain, Chain, DepthFirstChain, RandomChain, Start, TreeChain
-from mmtrain.planner.search.evaluate import choose, cost_of, evaluate, join
+from mmtrain.planner.search.evaluate import LAST_ITERATIONS, cost_of, evaluate, fit_memory, join
 from mmtrain.planner.search.instance import NO_DRAWS, Searched
 from mmtrain.planner.search.kernels.arrays import RANK, SPLITS, Decoder, Workspace
 from mmtrain.planner.search.numba_start import HAS_NUMBA, load_numba
 from mmtrain.planner.search.orders import Order, by_component, component_orders
 from mmtrain.schedule.graph import ModuleStages, Work
-from mmtrain.schedule.library.catalogue import CATALOGUE
+from mmtrain.schedule.library.catalogue import CATALOGUE, Schedule
 from mmtrain.schedule.library.greedy import components
+from mmtrain.schedule.library.list_schedule import rank_footprints
 from mmtrain.schedule.library.memory import choose_options
 from mmtrain.schedule.library.v_shape import v_chunks
 from mmtrain.schedule.limits import THREADS
@@ -55,8 +56,6 @@ CHAINS: Mapping[str, type[Chain]] = {
 
 ITERATIONS = 20
 """Iterations of the memory choice in an evaluation."""
-LAST_ITERATIONS = 300
-"""Iterations of the memory choice of the best plan."""
 EVALUATIONS_PER_CHAIN = 2000
 LEAST_PER_CHAIN = 500
 """From here on a second chain is worth more than a longer first one, which may get stuck."""
@@ -127,13 +126,82 @@ def search(
     Raises: PlanError: no budget.
     """
     if options.strategy == "first" or not HAS_NUMBA or not problem.graph.has_any_backward:
-        greedy = CATALOGUE["interleave"]
-        return replace(make_plan(problem, greedy.braided() if options.braid else greedy), seed=options.seed)
+        return _unsearched(problem, options)
     _check_budget(options)
     found, stp = _search_twice(problem, options, cancelled), _stp(problem, options)
     if stp is None or _cost_s(found) <= _cost_s(stp):
         return found
     return replace(stp, evaluations=found.evaluations + 1, seed=found.seed)
+
+
+def _unsearched(problem: PlanningProblem, options: SearchOptions) -> PlanResult:
+    """The plan of `interleave`, with memory options chosen if a limit may bind."""
+    result = make_plan(problem, _greedy(options.braid))
+    if options.memory:
+        result = with_options_chosen(problem, result, braid=options.braid)
+    return replace(result, seed=options.seed)
+
+
+def _greedy(braid: bool) -> Schedule:
+    return CATALOGUE["interleave"].braided() if braid else CATALOGUE["interleave"]
+
+
+def with_options_chosen(problem: PlanningProblem, made: PlanResult, *, braid: bool = False) -> PlanResult:
+    """The result of a schedule, or a shorter plan if a limit may bind: a few that take some tenths of a second.
+
+    Two ways admit more microbatches than the fastest options let in: the sweep's decoders, with whole backwards on the
+    order of arrival, reserve between the bytes of the fastest and of the smallest options; and `interleave` plans as if
+    there were only the smallest. Options are then chosen for the orders.
+
+    Args: made: the result of a schedule that keeps limits.
+    """
+    if not may_bind(problem, made):
+        return made
+    plans = [plan for plan in (_decoded(problem, braid), _lean(problem, braid)) if plan is not None]
+    message = "the order of arrival, with memory options chosen for it"
+    results = (PlanResult(status="first", message=message, plan=p, timeline=simulate(problem, p)) for p in plans)
+    return min([made, *results], key=makespan_s)
+
+
+def may_bind(problem: PlanningProblem, made: PlanResult) -> bool:
+    """Whether works have several memory options, and a limit forbids a schedule's plan or may have changed it.
+
+    A limit with room for two microbatches more than the plan ever holds has delayed no forward.
+
+    Args: made: the result of the schedule.
+    """
+    limits = problem.memory_limit_bytes
+    if all(limit is None for limit in limits) or all(len(options) == 1 for options in problem.costs):
+        return False
+    if made.timeline is None:
+        return True
+    rows = zip(limits, made.timeline.peak_bytes, rank_footprints(problem, 0.0), strict=True)
+    return any(limit is not None and peak + 2 * largest > limit for limit, peak, largest in rows)
+
+
+def _decoded(problem: PlanningProblem, braid: bool) -> Plan | None:
+    """The best checked plan of the sweep's decoders on the order of arrival; None: none fits."""
+    if not HAS_NUMBA:
+        return None
+    run = _Search(problem, SearchOptions(budget_evaluations=0, split=False, braid=braid), None, lambda: False, 0.0)
+    run.arrive(map)
+    return run.plan()
+
+
+def _lean(problem: PlanningProblem, braid: bool) -> Plan | None:
+    """The checked plan of `interleave` for the options of least memory, with options chosen for it; None: none fits."""
+    smallest = [min(range(len(o)), key=lambda i: (o[i].activation_bytes, i)) for o in problem.costs]
+    costs = tuple((options[i],) for options, i in zip(problem.costs, smallest, strict=True))
+    graph, index = problem.graph, problem.cost_index
+    options = {(stage, work): smallest[index[work][graph.position[stage]]] for stage, work in graph.nodes()}
+    try:
+        plan = _greedy(braid).make(replace(problem, costs=costs))
+        plan = replace(plan, options={node: option for node, option in options.items() if option})
+        plan = fit_memory(problem, plan) or plan
+        check(plan, problem)
+    except PlanError:
+        return None
+    return plan
 
 
 def _stp(problem: PlanningProblem, options: SearchOptions) -> PlanResult | None:
@@ -176,9 +244,12 @@ def _search_twice(problem: PlanningProblem, options: SearchOptions, cancelled: C
 
 
 def _cost_s(result: PlanResult) -> float:
-    if result.timeline is None:
-        return math.inf
-    return result.timeline.makespan_s if result.expected_s is None else result.expected_s
+    return makespan_s(result) if result.expected_s is None else result.expected_s
+
+
+def makespan_s(result: PlanResult) -> float:
+    """Seconds of the plan; infinite: there is none."""
+    return math.inf if result.timeline is None else result.timeline.makespan_s
 
 
 def _without_restoring(problem: PlanningProblem) -> tuple[PlanningProblem, list[list[int]]] | None:
@@ -203,8 +274,7 @@ def shortest_s(problem: PlanningProblem, options: SearchOptions) -> float:
     Raises: PlanError: no budget.
     """
     if options.strategy == "first" or not HAS_NUMBA or not problem.graph.has_any_backward:
-        timeline = make_plan(problem, "interleave").timeline
-        return math.inf if timeline is None else timeline.makespan_s
+        return _cost_s(_unsearched(problem, options))
     _check_budget(options)
     kept = _without_restoring(problem) if options.memory else None
     if kept is not None:
@@ -237,7 +307,7 @@ def _search(problem: PlanningProblem, options: SearchOptions, cancelled: Callabl
     why = run.run()
     plan = run.plan()
     if plan is None:
-        return replace(make_plan(problem, "interleave"), evaluations=run.evaluations + 1, seed=options.seed)
+        return replace(_unsearched(problem, options), evaluations=run.evaluations + 1)
     timeline = simulate(problem, plan)
     return PlanResult(
         status="optimal" if timeline.makespan_s <= run.bound_s * (1 + 1e-9) else "improved",
@@ -248,23 +318,6 @@ def _search(problem: PlanningProblem, options: SearchOptions, cancelled: Callabl
         evaluations=run.evaluations,
         seed=options.seed,
     )
-
-
-def fit_memory(problem: PlanningProblem, plan: Plan, *, iterations: int = LAST_ITERATIONS) -> Plan | None:
-    """The plan with the same orders and the fastest memory options within the limits.
-
-    None: even the options of least memory do not fit, or numba is not installed.
-
-    Args: iterations: of the choice.
-    """
-    if not HAS_NUMBA:
-        return None
-    load_numba()
-    searched = Searched.of(problem)
-    w = searched.load(plan)
-    if choose(searched, w, iterations) == math.inf:
-        return None
-    return replace(plan, options=searched.chosen(w))
 
 
 def warm() -> None:
@@ -401,14 +454,19 @@ class _Search:
 
     def _sweep(self, run: _Map) -> list[Start]:
         """The best starts, best first."""
-        decoders = _decoders(self.searched, split=self.options.split, braid=self._braids)
         orders = [by_component(self.searched, order) for order in component_orders(self.searched)]
-        starts = self._try(run, [(orders[0], how) for how in decoders])
+        starts = self.arrive(run)
         if self.options.reorder:
             best = [start.how for start in sorted(starts, key=lambda start: start.cost)[:4]]
             starts += self._try(run, [(order, how) for order in orders[1:] for how in best])
         starts.sort(key=lambda start: start.cost)
         return starts
+
+    def arrive(self, run: _Map) -> list[Start]:
+        """Tries all decoders on the order of arrival."""
+        decoders = _decoders(self.searched, split=self.options.split, braid=self._braids)
+        order = by_component(self.searched, component_orders(self.searched)[0])
+        return self._try(run, [(order, how) for how in decoders])
 
     def _try(self, run: _Map, candidates: Sequence[tuple[Order, Decoder]]) -> list[Start]:
         """Evaluates candidates within the budget, by their makespan."""

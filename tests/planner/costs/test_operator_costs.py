@@ -188,6 +188,22 @@ def test_exchanges_of_tensor_parallelism_are_known_apart() -> None:
     assert all(0 < part < whole for part, whole in zip(both[:2], collectives, strict=True))
 
 
+@pytest.mark.parametrize(("tp", "rate", "latency_s"), [(8, 50e9, 30e-6), (4, 200e9, 15e-6)])
+def test_an_exchange_of_context_parallelism_takes_the_link_between_its_ranks(
+    tp: int, rate: float, latency_s: float
+) -> None:
+    """By hand: the two ranks are `tp` apart, and a node has 8. Each sends keys and values of half of the rows, of 8
+    heads of width 128 over the ranks, in bfloat16, at 3/4 of the link's rate."""
+    found, _, language = costs(
+        job("vlm_m", f"parallelism.tensor_parallel_degree={tp}", "parallelism.context_parallel_degree=2")
+    )
+    times, free = (c.layer(language, 1, TOKENS, input_grad=True) for c in (found, found.without_exchanges()))
+    sent = (8192 / 2) * 2 * (8 / tp) * 128 * 2
+    forward_s = times.forward_s - free.forward_s - times.forward_exchange_s
+    backward_s = times.backward_input_s - free.backward_input_s - times.backward_exchange_s
+    assert (forward_s, backward_s) == pytest.approx((latency_s + sent / (0.75 * rate),) * 2, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("overrides", "divided"),
     [

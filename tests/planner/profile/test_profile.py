@@ -78,6 +78,17 @@ def test_a_split_backward_has_its_own_seconds_and_a_whole_one_is_the_sum():
     assert split.split_s == pytest.approx(0.25 * expected.forward_s + 0.5 * expected.backward_input_s)
 
 
+def test_weight_gradients_take_no_longer_than_the_backward_that_they_are_a_part_of():
+    """Both are measured, so that noise may turn them around: I and W together take as long as the backward did."""
+    config, spec = job(*VLM)
+    module, profile = spec.module("language"), profile_of(config, spec, FLOPS)
+    turned = {"backward": "backward_weight", "backward_weight": "backward"}
+    layers = [replace(of, fits={name: of.fits[turned.get(name, name)] for name in of.fits}) for of in profile.layers]
+    expected = FLOPS.layer(module, 1, SIZE["language"], input_grad=True)
+    found = costs_of(replace(profile, layers=tuple(layers))).layer(module, 1, SIZE["language"], input_grad=True)
+    assert (found.backward_input_s, found.backward_weight_s) == pytest.approx((0.0, expected.backward_weight_s))
+
+
 def test_a_layer_without_the_gradient_of_its_input_takes_the_flops_that_are_left():
     config, spec = job(*VLM)
     measured = costs_of(profile_of(config, spec, FLOPS))

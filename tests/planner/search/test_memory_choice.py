@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import LinearConstraint, milp
 
-from mmtrain.planner.search.evaluate import choose
+from mmtrain.planner.search.evaluate import choose, fit_memory
 from mmtrain.planner.search.instance import Searched
-from mmtrain.planner.search.search import SearchOptions, fit_memory, search
+from mmtrain.planner.search.search import SearchOptions, search
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.plan import Plan, check
