@@ -19,6 +19,7 @@ from mmtrain.commands.local_ranks import RankDiedError, Stopped, train_on_ranks
 from mmtrain.config import config
 from mmtrain.errors import MMTrainError
 from mmtrain.launch.folder_owner import owned
+from mmtrain.launch.launched import Launched, meeting_point
 from mmtrain.launch.processes import check_temporary_folder, end_with_parent, environment, leave
 
 _OVERRIDE = re.compile(r"--[\w-]+\.[^\s=]+=")
@@ -171,8 +172,10 @@ def _train(args: argparse.Namespace) -> int:
 def _train_rank(args: argparse.Namespace) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
-    job = config.load(args.config, args.overrides)
-    job.parallelism.mesh_shape.check_world_size(config.world_size_from_environment())
+    job, launched = config.load(args.config, args.overrides), Launched.from_environment()
+    job.parallelism.mesh_shape.check_world_size(launched.world_size)
+    if launched.world_size > 1:
+        meeting_point()  # at once, not when the model is planned
     from mmtrain.trainer import Trainer
 
     with environment({}):
