@@ -11,7 +11,6 @@ another layout in the same processes.
 import dataclasses
 import gc
 import logging
-import os
 import signal
 import time
 from collections import deque
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from mmtrain.checkpoint.checkpoint import Checkpointer
 from mmtrain.checkpoint.held import HeldTensors
+from mmtrain.checkpoint.shared_folder import check_shared
 from mmtrain.checkpoint.state import NamedTensors, TrainState, seed_everything
 from mmtrain.config import config as config_module
 from mmtrain.config.config import Config
@@ -35,6 +35,7 @@ from mmtrain.data.packing import LoaderState
 from mmtrain.data.questions import Key
 from mmtrain.data.tokenizer import job_tokenizer
 from mmtrain.errors import MMTrainError, TrainingError
+from mmtrain.launch.launched import Launched, local_world_size
 from mmtrain.launch.processes import check_temporary_folder
 from mmtrain.launch.stop_signals import StopSignals
 from mmtrain.modality.buckets import check_video
@@ -52,20 +53,23 @@ from mmtrain.observe.step_memory import DeviceMemory, JobMemory
 from mmtrain.observe.step_metrics import Validation
 from mmtrain.observe.validation import count_answers, next_tokens, validation_of_all, whole_predictions
 from mmtrain.parallel.activation_memory import saved_ops
-from mmtrain.parallel.build import LocalModel, check_same_assignment, check_same_program, check_same_schedule
+from mmtrain.parallel.alike import check_alike
+from mmtrain.parallel.build import LocalModel, check_same_assignment, check_same_program
 from mmtrain.parallel.collectives import errors_on_all, sum_over
 from mmtrain.parallel.feed import StepFeed
 from mmtrain.parallel.feeds.inputs import StepInputs
 from mmtrain.parallel.grads import clip, fill_missing_grads, nonfinite_ranks, sync_tied, total_norm
+from mmtrain.parallel.job_inputs import job_inputs
+from mmtrain.parallel.meeting import Patience, meet
 from mmtrain.parallel.mesh import Mesh, init_process_group, pick_device
 from mmtrain.parallel.optim import lr_factor, set_lr
 from mmtrain.parallel.placement import Placement
-from mmtrain.parallel.planning import PendingPlan, PlanAhead, Planned, local_world_size
+from mmtrain.parallel.planning import PendingPlan, PlanAhead, Planned
 from mmtrain.parallel.replica_data import Item
 from mmtrain.parallel.roll_call import RollCall, common_reason, is_communication
 from mmtrain.parallel.runtime import StepOutcome
 from mmtrain.parallel.tensor import finish_gradients
-from mmtrain.parallel.torch_private import default_store, set_default_timeout
+from mmtrain.parallel.torch_private import default_store, set_default_timeout, set_timeout
 from mmtrain.planner.iteration import IterationPlan, IterationPlanner
 from mmtrain.planner.partition.partition import Partition
 from mmtrain.planner.plan_choice import Search
@@ -115,6 +119,7 @@ class Trainer:
         self.state = TrainState.first(config)
         self._sources = tuple(source.label for source in config.data.sources)
         self._stops = StopSignals()
+        self._patience = Patience.at_start(config.comm)
 
     @property
     def placement(self) -> Placement:
@@ -147,17 +152,20 @@ class Trainer:
             MMTrainError: the same on all ranks.
             RankLostError: a rank does not answer. This process can only end: its process groups are of no use any more.
         """
-        setup_logging(int(os.environ.get("RANK", "0")))
-        device = pick_device(self.config.comm)
+        launched, comm = Launched.from_environment(), self.config.comm
+        setup_logging(launched.rank)
+        device = pick_device(comm)
         owns_group, lost = not dist.is_initialized(), False
-        if owns_group:
-            init_process_group(self.config.comm, device)
-        roll_call = RollCall(default_store(), dist.get_rank(), dist.get_world_size())
+        store = meet(comm) if owns_group else default_store()
+        roll_call = RollCall(store, launched.rank, launched.world_size)
         try:
-            timeout_s = self.config.comm.timeout_seconds
-            with common_reason(roll_call, timeout_s, self._locate), owned_by_rank_zero(self.folder):
-                self._set_up(device, resumes=True)
-                self._train(layouts or {})
+            with common_reason(roll_call, lambda: self._patience, self._locate):
+                if owns_group:
+                    check_alike(store, launched, job_inputs(self.config, self.planner.schedule, device, launched))
+                    init_process_group(comm, device, store)
+                with owned_by_rank_zero(self.folder):
+                    self._set_up(device, resumes=True)
+                    self._train(layouts or {})
         except MMTrainError as error:
             lost = is_communication(error.__cause__)
             if self._record is not None:
@@ -165,7 +173,7 @@ class Trainer:
             raise
         finally:
             self._tear_down(lost=lost)
-            if owns_group and not lost:  # it would wait for the lost rank
+            if owns_group and not lost and dist.is_initialized():  # it would wait for the lost rank
                 dist.destroy_process_group()
 
     def _train(self, layouts: Mapping[int, ParallelismConfig]) -> None:
@@ -179,6 +187,8 @@ class Trainer:
         if dist.get_rank() == 0:
             log_prompts(self.config)
         end = "saves and ends" if self.checkpointer else "ends"
+        self._patience = Patience.later(self.config.comm)
+        set_timeout(timedelta(seconds=self._patience.seconds))
         notice = f"Ctrl-C: the job {end} after this step; once more ends it at once\n"
         self._stops.catch(notice if dist.get_rank() == 0 else "")
         try:
@@ -225,6 +235,7 @@ class Trainer:
         set_default_timeout(timedelta(seconds=config.comm.timeout_seconds))
         self._device_memory = DeviceMemory.agreed(device, local_world_size(config.parallelism.mesh_shape.world_size))
         if config.checkpoint.enable and resumes:
+            check_shared(self.folder)
             self.checkpointer = Checkpointer(config.checkpoint, self.folder / config.checkpoint.folder)
         self._build(device)
         if self.checkpointer and (saved := self.checkpointer.load(self._named())):
@@ -233,7 +244,6 @@ class Trainer:
 
     def _build(self, device: torch.device) -> None:
         """Places the job as its config says, with initial weights. Collective over the job."""
-        check_same_schedule(self.planner.schedule)
         log_start(self.config, self.planner, device, self._cut_s)
         self._memory = JobMemory.budgeted(self.config, self.planner, device, self._device_memory)
         self._placement = Placement.build(self.config, self.planner, device, self._search)

@@ -84,7 +84,8 @@ def test_figures_of_layouts_are_those_of_the_simulator(
         for name, n in zip(("pipeline_parallel", "data_parallel_shard", "tensor_parallel"), (pp, dp, tp), strict=True)
     ]
     unlimited = ["--planner.memory_limit="] if mode == "selective" else []
-    command = "simulate --config vlm_s.toml --cluster h800x16 --iterations 4 --schedule interleave".split()
+    command = ["simulate", "--config", "vlm_s.toml", "--cluster", "h800x16"]
+    command += ["--iterations", "4", "--schedule", "interleave"]
     assert cli.main([*command, *words, f"--activation_checkpoint.mode={mode}", *unlimited]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("interleave "))
     seconds, _, _, mfu, _, bubble, _, _, _, _, gib, *_ = line.split()[1:]

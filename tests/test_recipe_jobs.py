@@ -48,21 +48,6 @@ def test_losses_are_those_of_one_process_and_the_run_keeps_the_recipe(tmp_path, 
     assert any("validation_loss" in step for step in steps)
 
 
-def rank_with_its_own_file(rank, path, keys, files):
-    with pytest.raises(ConfigError) as caught:
-        train(rank, path, [*keys, f"parallelism.pipeline_parallel_schedule={files[rank]}"])
-    return str(caught.value)
-
-
-@pytest.mark.ranks
-def test_ranks_with_different_files_stop_before_training(tmp_path, charts):
-    path = write_config(tmp_path, charts)
-    files = [write_recipe(tmp_path, name) for name in ("split", "functions")]
-    messages = run_ranks(rank_with_its_own_file, 2, path, [*layout(pp=2), *FOUR_STEPS], files)
-    assert all("ranks [1] read another file than rank 0 (SHA-256 " in message for message in messages)
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
 def test_what_a_job_refuses_of_a_recipe(tmp_path):
     path = tmp_path / "recipe.py"
 

@@ -20,6 +20,7 @@ from mmtrain.config import config
 from mmtrain.config.model import ModelConfig
 from mmtrain.errors import MMTrainError, for_terminal, shown
 from mmtrain.launch.folder_owner import owned
+from mmtrain.launch.launched import Launched, meeting_point
 from mmtrain.launch.processes import check_temporary_folder, end_with_parent, environment, leave
 
 _OVERRIDE = re.compile(r"--[\w-]+\.[^\s=]+=")
@@ -193,8 +194,10 @@ def _check_adapters(model: ModelConfig) -> None:
 def _train_rank(args: argparse.Namespace) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
-    job = config.load(args.config, args.overrides)
-    job.parallelism.mesh_shape.check_world_size(config.world_size_from_environment())
+    job, launched = config.load(args.config, args.overrides), Launched.from_environment()
+    job.parallelism.mesh_shape.check_world_size(launched.world_size)
+    if launched.world_size > 1:
+        meeting_point()  # at once, not when the model is planned
     from mmtrain.trainer import Trainer
 
     with environment({}):

@@ -25,6 +25,7 @@ from mmtrain import errors
 from mmtrain.config.config import Config
 from mmtrain.config.sections import CommConfig
 from mmtrain.errors import MMTrainError
+from mmtrain.launch.launched import whole_number
 from mmtrain.launch.processes import LOOPBACK, STOPS, end_with_parent, environment, leave, stops_held, take_stops
 
 GRACE_S = 3.0
@@ -81,11 +82,12 @@ def run_on_ranks(
 
     Args: variables: additional environment variables of the ranks.
     Raises:
+        ConfigError: OMP_NUM_THREADS is no number.
         MMTrainError: the error of the first rank that failed; the others are killed.
         RankDiedError: it failed in another way.
         Stopped: SIGINT or SIGTERM was received, and no rank failed.
     """
-    wanted = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **LOOPBACK, **(variables or {})}
+    wanted = {"OMP_NUM_THREADS": str(whole_number("OMP_NUM_THREADS") or 1), **LOOPBACK, **(variables or {})}
     # A temporary folder of this process, which the ranks use as theirs as well: a killed rank leaves no files behind.
     shared = multiprocessing.util.get_temp_dir()
     with tempfile.TemporaryDirectory(prefix="ranks-", dir=shared) as name, environment(wanted):
@@ -207,12 +209,14 @@ def _value(
     import torch
     import torch.distributed as dist
 
+    from mmtrain.parallel.meeting import meet
     from mmtrain.parallel.mesh import init_process_group, pick_device
 
     rank, group = index % world, index // world
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ.update({name: str(value) for name, value in names.items()})
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    device, store = pick_device(comm), dist.FileStore(f"{folder}/store-{group}", world)
+    device, store = pick_device(comm), meet(comm, dist.FileStore(f"{folder}/store-{group}", world))
     init_process_group(comm, device, store)
     value = fn(device, *args)
     # Closing connections while another rank still reads from them would reset these.

@@ -482,14 +482,3 @@ def dump(config: Config) -> str:
     lines: list[str] = []
     dump_table(to_dict(config), (), lines)
     return "\n".join(lines).strip() + "\n"
-
-
-def world_size_from_environment() -> int:
-    """Number of ranks that the launcher started (`WORLD_SIZE` of torchrun), 1 without a launcher.
-
-    Raises: ConfigError: it is no number.
-    """
-    text = os.environ.get("WORLD_SIZE", "1")
-    if not text.isdecimal() or not 0 < len(text) < 10 or not int(text):
-        raise ConfigError(f"the environment says WORLD_SIZE = {shown(text)}; it is the job's number of ranks")
-    return int(text)

@@ -12,9 +12,9 @@ import torch
 
 from mmtrain import __version__
 from mmtrain.config.topology import AXES
+from mmtrain.launch.launched import local_world_size
 from mmtrain.launch.whole_files import write_whole
 from mmtrain.parallel.mesh import Mesh
-from mmtrain.parallel.planning import local_world_size
 
 
 def environment(mesh: Mesh) -> dict[str, Any]:

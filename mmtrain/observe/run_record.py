@@ -20,6 +20,7 @@ from mmtrain.data.chat_templates import prompt_notes
 from mmtrain.data.tokenizer import job_tokenizer
 from mmtrain.errors import ConfigError, MMTrainError
 from mmtrain.launch.folder_owner import owned
+from mmtrain.launch.launched import local_world_size
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.observe.answers import write_answers
 from mmtrain.observe.by_source import SourceTotals
@@ -35,7 +36,7 @@ from mmtrain.observe.step_timing import StepTiming
 from mmtrain.parallel.collectives import on_rank_zero
 from mmtrain.parallel.mesh import Mesh
 from mmtrain.parallel.optim import lr_factor
-from mmtrain.parallel.planning import Planned, local_world_size, num_cores
+from mmtrain.parallel.planning import Planned, num_cores
 from mmtrain.parallel.runtime import StepOutcome
 from mmtrain.planner.iteration import IterationPlan, IterationPlanner
 from mmtrain.planner.plan_choice import search_threads

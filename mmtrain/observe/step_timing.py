@@ -9,9 +9,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mmtrain.launch.launched import local_world_size
 from mmtrain.observe.step_metrics import ModuleMetrics
 from mmtrain.parallel.mesh import Mesh
-from mmtrain.parallel.planning import local_world_size
 from mmtrain.parallel.runtime import StepOutcome
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.timeline import Timeline

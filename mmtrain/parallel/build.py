@@ -10,7 +10,7 @@ import torch.nn as nn
 from mmtrain.config.config import uses_fsdp
 from mmtrain.config.model import ModelConfig
 from mmtrain.config.sections import ActivationCheckpointConfig, TrainingConfig
-from mmtrain.errors import ConfigError, DataError, PlanError
+from mmtrain.errors import DataError, PlanError
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.models.adapter_weights import load_adapters
 from mmtrain.models.build import build_chunk
@@ -24,7 +24,6 @@ from mmtrain.parallel.offload import Offloader
 from mmtrain.parallel.stage import ModalityStage
 from mmtrain.parallel.tensor import apply_tensor_parallel
 from mmtrain.planner.partition.partition import Partition
-from mmtrain.schedule.library.catalogue import Schedule
 from mmtrain.spec.spec import ModelSpec
 
 
@@ -104,23 +103,6 @@ def build_local_model(
 def _tied_copies(chunks: Sequence[Chunk]) -> tuple[nn.Parameter, ...]:
     weights = (chunk.tied_weight() for chunk in chunks)  # after sharding: FSDP2 replaces parameters
     return tuple(weight for weight in weights if weight is not None)
-
-
-def check_same_schedule(schedule: Schedule) -> None:
-    """Refuses a job whose ranks read different files of a schedule. Collective over the job.
-
-    Raises: ConfigError: naming the ranks that differ from rank 0.
-    """
-    if not schedule.text:
-        return
-    digests: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, schedule.digest)
-    differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if differing:
-        raise ConfigError(
-            f'parallelism.pipeline_parallel_schedule = "{schedule.name}": ranks {differing} read another file than '
-            f"rank 0 (SHA-256 {digests[0][:12]}..., not {digests[differing[0]][:12]}...); copy one file to all machines"
-        )
 
 
 def check_same_assignment(meta: IterationMeta, mesh: Mesh) -> None:

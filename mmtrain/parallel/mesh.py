@@ -1,6 +1,5 @@
 """Process groups of one rank: built once, named by mesh axis."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from mmtrain.config.sections import CommConfig
 from mmtrain.config.topology import AXES, Coordinates, MeshShape
 from mmtrain.errors import ConfigError
-from mmtrain.launch.processes import LOOPBACK
-from mmtrain.parallel.roll_call import START_S, wait_for_all
+from mmtrain.launch.launched import Launched
+from mmtrain.parallel.meeting import Patience
 from mmtrain.parallel.titan import ParallelDims, parallel_dims
 
 
@@ -25,15 +24,15 @@ def pick_device(comm: CommConfig) -> torch.device:
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
+    launched, count = Launched.from_environment(), torch.cuda.device_count()
+    num_processes = launched.local_world_size or launched.local_rank + 1
     if num_processes > count and not comm.share_device:
         raise ConfigError(
             f"{num_processes} processes on this machine, but it has {count} CUDA devices and each takes its own; start "
             "fewer processes a machine, set comm.share_device = true to try a layout on fewer devices, or hide the "
             "devices with CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
-    return torch.device("cuda", local_rank % count)
+    return torch.device("cuda", launched.local_rank % count)
 
 
 def backend_of(comm: CommConfig, device: torch.device) -> str:
@@ -41,45 +40,16 @@ def backend_of(comm: CommConfig, device: torch.device) -> str:
     return "gloo" if device.type == "cpu" or comm.share_device else "cpu:gloo,cuda:nccl"
 
 
-def init_process_group(comm: CommConfig, device: torch.device, store: dist.Store | None = None) -> None:
-    """Joins the job's default process group.
+def init_process_group(comm: CommConfig, device: torch.device, store: dist.Store) -> None:
+    """Joins the job's default process group, with the patience of the start.
 
-    Without a launcher the job is only this process.
-
-    Args: store: where the ranks meet; None: as the launcher's variables say.
-    Raises:
-        ConfigError: the launcher's variables are wrong, or the port that they name is taken or cannot be reached.
-        RankLostError: another rank does not come.
+    Args: store: where the ranks have met (`meet`).
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    launched, timeout = Launched.from_environment(), timedelta(seconds=Patience.at_start(comm).seconds)
     backend = backend_of(comm, device)
-    timeout, start_s = timedelta(seconds=comm.timeout_seconds), max(START_S, comm.timeout_seconds)
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if store is None:
-        store = _meet(start_s) if "RANK" in os.environ else _alone()
-    wait_for_all(store, rank, world_size, start_s)
-    store.set_timeout(timeout)
-    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
-
-
-def _meet(start_s: float) -> dist.Store:
-    """The store that a launcher's variables name."""
-    try:
-        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=start_s)))
-    except (ValueError, dist.DistError) as error:
-        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        given = ", ".join(f"{name}={os.environ.get(name, '')}" for name in names)
-        raise ConfigError(
-            f"the ranks cannot meet at {given}: {str(error).splitlines()[0]}; is the port taken by another job, or "
-            "the address wrong or behind a firewall?"
-        ) from None
-    return store
-
-
-def _alone() -> dist.Store:
-    os.environ.update(LOOPBACK)
-    return dist.HashStore()
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=launched.rank, world_size=launched.world_size)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from mmtrain.config.sections import PlannerConfig
 from mmtrain.errors import PlanError
+from mmtrain.launch.launched import local_world_size
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.parallel.build import check_same_program
 from mmtrain.parallel.mesh import Mesh, second_replica_group
@@ -383,11 +384,6 @@ class PlanAhead:
 def num_cores() -> int:
     """Cores of this machine that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def local_world_size(world_size: int) -> int:
-    """Ranks of the job on this machine, from the launcher's LOCAL_WORLD_SIZE; else all of them."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 
 
 def _planned(

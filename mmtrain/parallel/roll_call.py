@@ -13,7 +13,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
@@ -21,9 +20,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from mmtrain import errors
 from mmtrain.errors import MMTrainError, RankLostError
-
-START_S = 120.0
-"""Ranks may start this long after each other, whatever comm.timeout_seconds says."""
+from mmtrain.parallel.meeting import Patience
 
 _LEAST_PATIENCE_S = 5.0
 """Ranks that wait for each other find out within about a step."""
@@ -32,25 +29,6 @@ _LOST = re.compile(
     r"gloo|pair closure|by peer|socket closed|socket timeout|wait timeout|timed out waiting", re.IGNORECASE
 )
 """What gloo and the stores say, not all of them in exceptions of their own."""
-
-
-def wait_for_all(store: dist.Store, rank: int, world_size: int, wait_s: float) -> None:
-    """Returns when all ranks of a job have come to their store.
-
-    Raises: RankLostError: naming those that have not.
-    """
-    store = dist.PrefixStore("start", store)
-    store.set(f"{rank}", "")
-    if store.add("started", 1) == world_size:
-        store.set("all started", "")
-    try:
-        store.wait(["all started"], timedelta(seconds=wait_s))
-    except RuntimeError:  # each store raises another one
-        absent = [str(other) for other in range(world_size) if not store.check([f"{other}"])]
-        raise RankLostError(
-            f"rank {rank} waited {wait_s:g} s for the job to start, but of its {world_size} ranks these did not come: "
-            f"{', '.join(absent)}; look for errors of their processes, and whether all machines reach each other"
-        ) from None
 
 
 class RollCall:
@@ -117,11 +95,13 @@ class RollCall:
 
 
 @contextmanager
-def common_reason(roll_call: RollCall, timeout_s: float, locate: Callable[[str], str]) -> Iterator[None]:
+def common_reason(
+    roll_call: RollCall, patience: Callable[[], Patience], locate: Callable[[str], str]
+) -> Iterator[None]:
     """What ends one rank is raised on all of them, and ranks that do not answer are named.
 
     Args:
-        timeout_s: of collectives.
+        patience: of collectives, now.
         locate: where this rank is, from the function of mmtrain that it is in.
     Raises: MMTrainError: instead of an exception of communication, or of the operating system.
     """
@@ -131,8 +111,9 @@ def common_reason(roll_call: RollCall, timeout_s: float, locate: Callable[[str],
         where = locate(_innermost(error))
         if is_communication(error):
             if _is_timeout(error):  # a rank that waits for one that waits finds out up to a step later
-                activity = f"rank {roll_call.rank} waited {timeout_s:g} s (comm.timeout_seconds) {where}"
-                raise roll_call.reason(activity, timeout_s / 10) from error
+                wait = patience()
+                activity = f"rank {roll_call.rank} waited {wait.seconds:g} s ({wait.rule}) {where}"
+                raise roll_call.reason(activity, wait.seconds / 10) from error
             raise roll_call.reason(f"rank {roll_call.rank} lost a connection {where}") from error
         if isinstance(error, OSError):
             reason = MMTrainError(f"rank {roll_call.rank} {where}: {error}")

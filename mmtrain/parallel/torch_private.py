@@ -41,6 +41,7 @@ __all__ = [
     "scale_",
     "set_default_timeout",
     "set_fsdp_pass",
+    "set_timeout",
     "settle_grads",
     "tree_leaves",
     "wait_unsharded",
@@ -85,6 +86,12 @@ def set_default_timeout(timeout: timedelta) -> None:
     """How long collectives wait on groups that are made from now on without a timeout, as device meshes make theirs."""
     dist.distributed_c10d.default_pg_timeout = timeout
     dist.distributed_c10d.default_pg_nccl_timeout = timeout
+
+
+def set_timeout(timeout: timedelta) -> None:
+    """How long collectives of the default process group wait from now on, and the store in which its ranks met."""
+    dist.distributed_c10d._set_pg_timeout(timeout)
+    default_store().set_timeout(timeout)
 
 
 def process_groups() -> list[dist.ProcessGroup]:

@@ -89,7 +89,7 @@ def find_file(key: str, source: str, name: str, *, optional: bool = False) -> Pa
         return Path(hf_hub_download(source, name, local_files_only=bool(offline)))
     except Exception as error:  # the hub client raises errors of its own, of its transport and of the OS
         unknown = isinstance(error, LocalEntryNotFoundError)  # a subclass of EntryNotFoundError
-        if optional and isinstance(error, EntryNotFoundError) and (not unknown or (offline and _is_cached(source))):
+        if optional and isinstance(error, EntryNotFoundError) and (not unknown or (offline and cached_folder(source))):
             return None
         no_path, reason = no_folder(source), offline or one_line(error, 300)
         raise ConfigError(
@@ -112,16 +112,15 @@ def fetched(source: str, name: str, *, offline: bool) -> Path | None:
         return None
 
 
-def _is_cached(source: str) -> bool:
-    """Whether files of a hub id are in the local cache."""
+def cached_folder(source: str) -> Path | None:
+    """The folder in the local cache with the files of a hub id; None: it has none of them."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        snapshot_download(source, local_files_only=True)
+        return Path(snapshot_download(source, local_files_only=True))
     except LocalEntryNotFoundError:
-        return False
-    return True
+        return None
 
 
 def read_json(key: str, path: Path) -> dict[str, Any]:

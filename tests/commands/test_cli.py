@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from mmtrain.commands import cli
@@ -119,7 +118,7 @@ def test_a_run_folder_that_cannot_be_used_is_refused_before_any_process_starts(j
 
 
 def test_a_port_that_is_taken_is_one_line(monkeypatch):
-    from mmtrain.parallel.mesh import init_process_group
+    from mmtrain.parallel.meeting import meet
 
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
@@ -127,7 +126,7 @@ def test_a_port_that_is_taken_is_one_line(monkeypatch):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         with pytest.raises(ConfigError) as caught:
-            init_process_group(CommConfig(), torch.device("cpu"))
+            meet(CommConfig())
     assert f"the ranks cannot meet at RANK=0, WORLD_SIZE=2, MASTER_ADDR=127.0.0.1, MASTER_PORT={port}" in str(
         caught.value
     )
@@ -240,10 +239,26 @@ def test_train_py_needs_no_launcher_for_one_process(job, monkeypatch):
     assert sorted(metrics(job.parent)) == [1, 2]
 
 
-def test_a_world_size_that_is_no_number_is_one_line(job, capsys, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "x")
-    assert train_main(["--config", str(job)]) == 2
-    assert 'WORLD_SIZE = "x"' in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"WORLD_SIZE": "x"}, "WORLD_SIZE = 'x'"),
+        ({"WORLD_SIZE": "1", "RANK": "0", "LOCAL_WORLD_SIZE": "x"}, "LOCAL_WORLD_SIZE = 'x'"),
+        ({"WORLD_SIZE": "2"}, "RANK is not set"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR is not set"),
+    ],
+)
+def test_variables_of_a_launcher_that_are_wrong_are_one_line_at_once(job, capsys, monkeypatch, variables, message):
+    monkeypatch.setattr("mmtrain.trainer.Trainer.__init__", lambda *_: pytest.fail("the job was planned"))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    degree = f"--parallelism.data_parallel_shard_degree={variables['WORLD_SIZE'].replace('x', '1')}"
+    for start in (train_main, lambda words: main(["train", *words])):
+        assert start(["--config", str(job), degree]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert message in line
 
 
 @pytest.mark.nightly  # daily the README's commands start jobs both ways

@@ -288,7 +288,7 @@ def test_bad_conversations_are_named(folder: Path, processor: Processor, turns: 
         ("text", r"has the columns text, but .*; rename yours, or write them as `messages` \(docs"),
         ("id image", "has the columns id, image, but .*; rename yours, or write them as `messages`"),
         ("caption", "has the columns caption, but"),
-        ("prompt chosen rejected", "has the columns prompt, .*; these are of training on preferences, which mmtrain does n"),
+        ("prompt chosen rejected", "has the columns prompt, .*; these are of training on preferences, which"),
         ("caption frames fps", r".*; these are clips, which a job with \[model.dit\] reads$"),
         ("image text caption", r"has `caption` with an .* and `text` with an image, video or sound, each of which"),
         ("image text question answer", "has `question` with `answer` and `text` with an image, video or sound, each"),

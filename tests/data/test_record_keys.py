@@ -167,7 +167,7 @@ def shown(**part: Any) -> dict[str, Any]:
         (row(rejected_response="no"), "`rejected_response` is of training on preferences"),
         (row(kto_tag=False), "`kto_tag` is of training on preferences"),
         (row(label=True), "`label` is of training on preferences"),
-        ({"question": "hi", "answer": "yo", "chosen": "yo", "rejected": "no"}, "`chosen` is of training on preferences"),
+        ({"question": "hi", "answer": "yo", "chosen": "y", "rejected": "n"}, "`chosen` is of training on preferences"),
         (row(history=[["a", "b"]]), "`history` is not read; write its turns as `messages`"),
         (row(functions=[TOOL]), "`functions` is not read; write them as `tools`"),
         (row(loss_weight=0.5), "`loss_weight` is not supported; give an answer `weight` 0 or 1"),

@@ -98,7 +98,8 @@ def test_a_scale_is_refused_before_the_job_starts(tmp_path, capsys):
     (tmp_path / "job.toml").write_text(
         f'[model]\npretrained = "{tmp_path}/whole"\n[model.language]\ntrainable = "lora"\n[model.lora]\n'
         f'rank = {RANK}\nalpha = {ALPHA}\ntarget_modules = ["q_proj"]\npretrained = "{tmp_path}/adapter"\n'
-        '[data]\nsource = "charts"\n[training]\nsteps = 1\nseq_len = 64\nglobal_batch_size = 1\n[lr_scheduler]\nwarmup_steps = 0\n'
+        '[data]\nsource = "charts"\n[training]\nsteps = 1\nseq_len = 64\nglobal_batch_size = 1\n'
+        "[lr_scheduler]\nwarmup_steps = 0\n"
     )
     assert main(["config", "--config", str(tmp_path / "job.toml")]) == 2
     assert f"set model.lora.alpha = {ALPHA * RANK**0.5:.9g}" in capsys.readouterr().err

@@ -161,12 +161,13 @@ def test_offload_alone_is_a_reason_for_fsdp(tmp_path, charts):
 def test_offloaded_parameters_gradients_and_moments_are_in_host_memory(tmp_path, charts):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+    from mmtrain.parallel.meeting import meet
     from mmtrain.parallel.mesh import init_process_group
     from mmtrain.trainer import Trainer
 
     path = write_config(tmp_path, charts)
     job = config.load(path, [OFFLOAD, "debug.deterministic=false"])
-    init_process_group(job.comm, torch.device("cuda", 0))
+    init_process_group(job.comm, torch.device("cuda", 0), meet(job.comm))
     try:
         trainer = Trainer(job)
         for _ in trainer.gradients(torch.device("cuda", 0), 1):

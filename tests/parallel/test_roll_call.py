@@ -9,8 +9,10 @@ import torch.distributed as dist
 
 from mmtrain.errors import DataError, MMTrainError, RankLostError
 from mmtrain.parallel import roll_call
-from mmtrain.parallel.roll_call import RollCall, common_reason, wait_for_all
+from mmtrain.parallel.meeting import Patience
+from mmtrain.parallel.roll_call import RollCall, common_reason
 
+PATIENCE = Patience(seconds=30, rule="comm.timeout_seconds")
 TIMEOUT = RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 30000ms for recv operation")
 RESET = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:35515.")
 
@@ -27,7 +29,7 @@ def ends(ranks: list[Exception | None]) -> list[Exception | None]:
 
     def end(rank: int, error: Exception) -> None:
         try:
-            with common_reason(calls[rank], 30, lambda function: "at step 5, in 3F2.0"):
+            with common_reason(calls[rank], lambda: PATIENCE, lambda function: "at step 5, in 3F2.0"):
                 raise error
         except Exception as raised:
             found[rank] = raised
@@ -86,16 +88,6 @@ def test_a_second_trainer_of_a_process_starts_anew():
     RollCall(store, 0, 1).tell(DataError("old"))
     with pytest.raises(RankLostError, match="all ranks answer"):
         raise RollCall(store, 0, 1).reason("rank 0 waited")
-
-
-def test_ranks_that_do_not_start_are_named():
-    store = dist.HashStore()
-    store.set("start/1", "")
-    message = "rank 0 waited 0.1 s for the job to start, but of its 4 ranks these did not come: 2, 3;"
-    with pytest.raises(RankLostError, match=message):
-        wait_for_all(store, 0, 4, 0.1)
-    second = dist.PrefixStore("second", store)
-    _together([lambda r=rank: wait_for_all(second, r, 2, 60) for rank in range(2)])
 
 
 class Hangs:
