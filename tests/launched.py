@@ -24,13 +24,14 @@ class Job:
     It ends with the tests, however these end: the kernel kills it, and its ranks with it.
     """
 
-    def __init__(self, folder: Path, *words: str) -> None:
+    def __init__(self, folder: Path, *words: str, within: tuple[str, ...] = ()) -> None:
+        """Args: within: command that runs the one behind it, in the same process."""
         # A short name, since those of sockets below it have at most 107 characters.
         self.tmp = Path(tempfile.mkdtemp(prefix="job-", dir=os.environ["MMTRAIN_TEST_STORE"]))
         self._output = folder / "output"
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, *words],
+                [*within, sys.executable, *words],
                 cwd=ROOT,
                 env={**os.environ, "TMPDIR": str(self.tmp)},
                 stdout=output,

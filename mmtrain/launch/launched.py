@@ -1,6 +1,7 @@
 """Which process of a job this one is, by the variables that its launcher sets: RANK, WORLD_SIZE and so on. Pure."""
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -67,7 +68,7 @@ def local_world_size(world_size: int) -> int:
 def meeting_point(variables: Mapping[str, str] = os.environ) -> tuple[str, int]:
     """Host and port where the processes of a launched job meet.
 
-    Raises: ConfigError: a variable of them is missing, or no port.
+    Raises: ConfigError: a variable of them is missing or no port, or GLOO_SOCKET_IFNAME names no network interface.
     """
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not variables.get(name):
@@ -76,6 +77,13 @@ def meeting_point(variables: Mapping[str, str] = os.environ) -> tuple[str, int]:
     port = whole_number("MASTER_PORT", variables)
     if port is None or port > _MOST_PORT:
         raise ConfigError(_says("MASTER_PORT", port) + f"; a port is from 1 to {_MOST_PORT}. {_REMEDY}")
+    interfaces = [name for _, name in socket.if_nameindex()]
+    for name in filter(None, variables.get("GLOO_SOCKET_IFNAME", "").split(",")):
+        if name not in interfaces:
+            raise ConfigError(
+                _says("GLOO_SOCKET_IFNAME", name) + f", but this machine ({socket.gethostname()}) has the network "
+                f"interfaces {', '.join(interfaces)}; name the one that reaches the other machines, or unset it"
+            )
     return variables["MASTER_ADDR"], port
 
 
@@ -90,7 +98,7 @@ def whole_number(name: str, variables: Mapping[str, str] = os.environ) -> int | 
     what, least = _NUMBERS[name]
     if not (text.isascii() and text.isdecimal() and len(text) < 10) or int(text) < least:
         raise ConfigError(
-            _says(name, text) + f"; it is {what}, a whole number of at least {least}. Correct or unset it"
+            _says(name, text) + f"; it is {what}, a whole number of at least {least}; correct or unset it"
         )
     return int(text)
 

@@ -135,7 +135,7 @@ def _weights(settings: Settings) -> dict[str, str]:
 
 def _hub(settings: Settings) -> dict[str, str]:
     """Ids on the hub with their commit, as far as this node has them by now."""
-    found = {}
+    found: dict[str, str] = {}
     for key, value in settings.items():
         if value and key.rpartition(".")[2] in ("pretrained", "path", "image_processor"):
             try:
@@ -163,7 +163,7 @@ def _data(settings: Settings) -> dict[str, str]:
 
 def _named(settings: Settings, end: str) -> list[tuple[str, str]]:
     """(key, value) of the keys with this last part, the first one of each value."""
-    keys = {value: key for key, value in reversed(settings.items()) if value and key.rpartition(".")[2] == end}
+    keys = {value: key for key, value in reversed(list(settings.items())) if value and key.rpartition(".")[2] == end}
     return [(key, value) for value, key in keys.items()]
 
 

@@ -51,6 +51,7 @@ def test_what_launchers_may_leave_out(variables, expected):
         ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
         ({"MASTER_PORT": ""}, "MASTER_PORT is not set"),
         ({"MASTER_PORT": "x"}, "MASTER_PORT = 'x'"),
+        ({"GLOO_SOCKET_IFNAME": "lo,none9"}, "GLOO_SOCKET_IFNAME = 'none9', but this machine ("),
         ({"MASTER_PORT": "65536"}, "MASTER_PORT = 65536; a port is from 1 to 65535"),
     ],
 )
