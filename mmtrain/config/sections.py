@@ -327,7 +327,8 @@ class PlannerConfig:
     """Every rank of a replica searches with a seed of its own, and the best plan counts; else the first rank alone."""
     patience_s: float = 60.0
     """Seconds that a step waits for its plan, then it runs the first plan, in the order of
-    parallelism.pipeline_parallel_schedule; under a memory limit that this cannot keep, of interleave."""
+    parallelism.pipeline_parallel_schedule; under a memory limit, of interleave where that cannot keep it, or the
+    shortest of a few orders."""
     flops_per_s: float = 4e14
     """Achieved floating-point operations a second of one rank; only ratios matter to an order."""
     p2p_latency_s: float = 2e-5
