@@ -239,6 +239,7 @@ NOTES: dict[str, str] = {
     "{where}: the {kind}": (
         "Write it; [configuration](config.md) has its meaning. A file often gets it from another by `extends`."
     ),
+    "the processes of this job differ": "Its end says what to make alike: config, versions, files or devices.",
     "rank {rank} is outside of a mesh": "Only for programs that ask for the place of a rank: ranks count from 0.",
     # recipes
     "{path}{line}: not a Python file": "Correct the line that the message names.",

@@ -164,6 +164,8 @@ class Trainer:
                     check_alike(store, launched, job_inputs(self.config, self.planner.schedule, device, launched))
                     init_process_group(comm, device, store)
                 with owned_by_rank_zero(self.folder):
+                    if self.config.checkpoint.enable:
+                        check_shared(self.folder)
                     self._set_up(device, resumes=True)
                     self._train(layouts or {})
         except MMTrainError as error:
@@ -235,7 +237,6 @@ class Trainer:
         set_default_timeout(timedelta(seconds=config.comm.timeout_seconds))
         self._device_memory = DeviceMemory.agreed(device, local_world_size(config.parallelism.mesh_shape.world_size))
         if config.checkpoint.enable and resumes:
-            check_shared(self.folder)
             self.checkpointer = Checkpointer(config.checkpoint, self.folder / config.checkpoint.folder)
         self._build(device)
         if self.checkpointer and (saved := self.checkpointer.load(self._named())):

@@ -46,9 +46,11 @@ class Launched:
             if value is not None and limit is not None and value >= limit:
                 raise ConfigError(_says(name, value) + f"; it must be below {other} = {limit}. {_REMEDY}")
         if rank is not None and world_size is None:
-            raise ConfigError(_says("RANK", rank) + f", but WORLD_SIZE is not set. {_REMEDY}")
+            raise ConfigError(_says("RANK", rank) + ", but WORLD_SIZE is not set; set both, as torchrun does, or none")
         if world_size is not None and world_size > 1 and rank is None:
-            raise ConfigError(_says("WORLD_SIZE", world_size) + f", but RANK is not set. {_REMEDY}")
+            raise ConfigError(
+                _says("WORLD_SIZE", world_size) + ", but RANK is not set; set both, as torchrun does, or none"
+            )
         if local_world_size is not None and local_world_size > (world_size or 1):
             where = _says("LOCAL_WORLD_SIZE", local_world_size)
             raise ConfigError(f"{where}; it must be at most WORLD_SIZE = {world_size or 1}. {_REMEDY}")
@@ -73,7 +75,10 @@ def meeting_point(variables: Mapping[str, str] = os.environ) -> tuple[str, int]:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not variables.get(name):
             size = variables.get("WORLD_SIZE")
-            raise ConfigError(f"the environment says WORLD_SIZE = {size}, but {name} is not set. {_REMEDY}")
+            raise ConfigError(
+                f"the environment says WORLD_SIZE = {size}, but {name} is not set; set it, as torchrun does, or unset "
+                "WORLD_SIZE and RANK to run one process"
+            )
     port = whole_number("MASTER_PORT", variables)
     if port is None or port > _MOST_PORT:
         raise ConfigError(_says("MASTER_PORT", port) + f"; a port is from 1 to {_MOST_PORT}. {_REMEDY}")

@@ -57,7 +57,7 @@ def check_alike(store: dist.Store, launched: Launched, subjects: Sequence[Subjec
     if rank == 0:
         store.set("difference", _difference(store, kinds, hosts))
     if difference := store.get("difference").decode():
-        raise ConfigError(difference)
+        raise ConfigError(f"the processes of this job differ in {difference}")
 
 
 def _kinds(digests: Iterable[Mapping[str, str]]) -> dict[str, list[list[int]]]:
@@ -82,7 +82,7 @@ def _difference(store: dist.Store, kinds: Mapping[str, Sequence[Sequence[int]]],
         return ""
     first, *others = found
     more = f" (they also differ in {', '.join(others)})" if others else ""
-    return f"the processes of this job differ in {first}: {found[first]}{more}"
+    return f"{first}: {found[first]}{more}"
 
 
 def _keys(given: Sequence[Mapping[str, str]], where: Sequence[str], *, partial: bool) -> str:

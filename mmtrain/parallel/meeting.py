@@ -16,6 +16,9 @@ from mmtrain.launch.processes import LOOPBACK
 _START_S = 120.0
 """Ranks may start this long after each other, whatever comm.timeout_seconds says."""
 
+_LONGEST_PAUSE_S = 0.25
+"""Between two looks for a key."""
+
 _LOOK_S = 1.0
 """How often a rank looks whether rank 0 has come later than itself."""
 
@@ -116,9 +119,17 @@ def _absent(store: dist.Store, start: dist.Store, rank: int, world_size: int) ->
 
 
 def _has(store: dist.Store, keys: list[str], wait_s: float) -> bool:
-    """Whether a store gets all of these keys within so many seconds."""
+    """Whether a store gets all of these keys within so many seconds; False at once if it does not answer.
+
+    It asks again and again: a wait in a store that ends without the keys prints lines of warnings.
+    """
+    deadline, pause_s = time.monotonic() + wait_s, 0.005
     try:
-        store.wait(keys, timedelta(seconds=max(0.01, wait_s)))  # less than a millisecond would be for ever
+        while not store.check(keys):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
     except RuntimeError:  # each store raises another one
         return False
     return True

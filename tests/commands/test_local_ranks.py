@@ -4,6 +4,7 @@ import pickle
 import signal
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from mmtrain.commands import local_ranks
 from mmtrain.commands.local_ranks import RankDiedError, run_on_ranks
 from mmtrain.config.sections import CommConfig
 from mmtrain.errors import DataError
+from mmtrain.parallel.torch_private import set_timeout
 from tests import light_ranks
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, warm_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -29,6 +31,28 @@ def fails(device: torch.device) -> None:
     if dist.get_rank() == 1:
         raise DataError("rank 1 cannot read")
     dist.barrier()  # the others wait in vain
+
+
+def waits(device: torch.device) -> list[bool]:
+    """Whether a rank waits for rank 0, which is late: before and after the patience of the start has ended."""
+    found = []
+    for late_s in (4.0, 1.5):
+        if dist.get_rank() == 0:
+            time.sleep(late_s)
+        try:
+            dist.broadcast_object_list([None], src=0)
+        except RuntimeError:
+            found.append(False)
+        else:
+            found.append(True)
+        set_timeout(timedelta(seconds=0.5))
+    return found
+
+
+def test_ranks_are_patient_until_the_first_step_whatever_their_timeout():
+    with warm_ranks():
+        found = run_on_ranks(waits, 2, comm=CommConfig(timeout_seconds=3))
+    assert found[1] == [True, False]
 
 
 def test_each_copy_is_a_group_of_its_own():
