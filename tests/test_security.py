@@ -168,7 +168,7 @@ CALLS = {
     r"\bload_dataset(_builder)?\(": "data/sources.py",
     r"\btorch\.load\(": "checkpoint/files.py commands/parity.py",
     r"pickle\.(loads?|Unpickler)\b": "checkpoint/stored_metadata.py commands/local_ranks.py",
-    r"hf_hub_download\(|snapshot_download\(": "spec/hub_files.py",
+    r"hf_hub_download\(|snapshot_download\(": "config/whole_model.py spec/hub_files.py",
 }
 """What opens files of somebody -> the files of ours that call it, where the guards are. The pickles of `commands`
 are of a temporary folder of our own."""

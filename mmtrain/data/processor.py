@@ -128,7 +128,7 @@ class Processor:
         order = self._order(where, record, [str(mark.lastgroup) for mark in marks])
         measured = [self._measured(where, record, index) for index in order]
         text, spans = self._expanded(text, spans, marks, measured)
-        ids, starts, ends = self._encoded(text)
+        ids, starts, ends = self._encoded(where, text)
         turn = np.full(len(ids), -1, np.int64)  # index of the answer that a token belongs to
         for index, (begin, end) in enumerate(spans):
             turn[(ends > begin) & (starts < end)] = index
@@ -154,7 +154,7 @@ class Processor:
             labels[positions], turns[positions] = self.ending.token, range(len(last))
         return _make_document(record, ids, labels, turns, images, raw)
 
-    def _encoded(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _encoded(self, where: str, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """[T] ids, and where in the text each token starts and ends, of 0 characters for one that is not of the text.
 
         As in processors of transformers, the tokenizer adds its special tokens unless the text begins with them. One at
@@ -164,7 +164,10 @@ class Processor:
         written = begin is not None and text.startswith(begin)
         written = written or not self.readers.of_kind  # a tokenizer adds none to its chat template
         options = {"return_offsets_mapping": True, "return_special_tokens_mask": True, "verbose": False}
-        encoded = self.tokenizer(text, add_special_tokens=not written, **options)
+        try:
+            encoded = self.tokenizer(text, add_special_tokens=not written, **options)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from None
         ids = np.array(encoded["input_ids"], np.int64)
         starts, ends = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
         of_text = np.flatnonzero(np.array(encoded["special_tokens_mask"]) == 0)

@@ -159,8 +159,9 @@ class StepMaker:
         microbatches, assignment = self._own_microbatches(plan)
         contents, early = [], []
         own = bins_of_replica(len(plan.bins), self._dp_rank, self._dp_degree)
-        for index, members in zip(own, microbatches, strict=True):
-            blank = index in plan.blank
+        blanks = {number for number, index in enumerate(own) if index in plan.blank}
+        for number, members in enumerate(microbatches):
+            blank = number in blanks
             readable = [] if blank else self._read(members)
             num_skipped += 0 if blank else len(members) - len(readable)
             if not readable:  # so that the step keeps its shape

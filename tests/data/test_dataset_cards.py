@@ -4,6 +4,7 @@ import http.server
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,14 @@ def test_a_card_that_names_its_own_files_is_read(tmp_path: Path, config: dict[st
     assert rows.num_samples == (3 if not config else 2)
 
 
+def test_a_folder_may_be_a_link_or_have_a_roundabout_path(tmp_path: Path) -> None:
+    data = data_set(tmp_path, {"data_files": "part-*.json"})
+    (tmp_path / "link").symlink_to(data.source)
+    for path in ("link", "theirs/more/..", "link/../theirs"):
+        rows = open_source(replace(data, source=str(tmp_path / path)), "train", CONVERSATIONS)
+        assert rows.num_samples == 2
+
+
 def test_a_card_that_is_no_yaml_is_one_sentence(tmp_path: Path) -> None:
     data = data_set(tmp_path, {})
     (Path(data.source) / "README.md").write_text("---\nconfigs: [\n---\n")
@@ -105,7 +114,7 @@ def test_a_card_that_is_no_yaml_is_one_sentence(tmp_path: Path) -> None:
 
 def test_what_was_found_elsewhere_is_not_read() -> None:
     root = "hf://datasets/them/theirs@"
-    check_files("key", root, {"train": [f"{root}1234/train.json"]})
+    check_files("key", (root,), {"train": [f"{root}1234/train.json"]})
     for file in ("https://elsewhere/train.json", "hf://datasets/you/private@1/train.json", "/home/you/train.json"):
         with pytest.raises(ConfigError, match=r"^key is refused: it names '.*', which is outside of the data set"):
-            check_files("key", root, {"train": [f"{root}1234/train.json"], "test": [file]})
+            check_files("key", (root,), {"train": [f"{root}1234/train.json"], "test": [file]})

@@ -212,7 +212,7 @@ def test_whatever_a_library_raises_of_a_sample_is_named_and_follows_the_policy(
     monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", fails)
     turns = [{"role": "user", "content": "a text that it cannot take"}, {"role": "assistant", "content": "b"}]
     source = write_jsonl(tmp_path, 12, {3: {"messages": turns, "images": []}})
-    with pytest.raises(DataError, match=r"^sample 3 cannot be used: ValueError: no such text"):
+    with pytest.raises(DataError, match=r"^sample 3: the tokenizer fails on .*: ValueError: no such text"):
         steps(make_config(source, seq_len=128, shuffle=False), 1)
     found = steps(make_config(source, seq_len=128, shuffle=False, on_error="skip"), 1)
     assert found[0][1].num_skipped == 1

@@ -286,7 +286,7 @@ SOUNDS: dict[str, Any] = {
     "an array of unequal lists": {"array": [[0.0], [0.0, 0.5]], "sampling_rate": 16000},
     "an array of nothing": {"array": [], "sampling_rate": 16000},
     "an array with a NaN": {"array": [0.0, float("nan")], "sampling_rate": 16000},
-    "an array of 300 channels": {"array": [[0.0]] * 300, "sampling_rate": 16000},
+    "an array of 300 channels": {"array": [[0.0] * 300] * 300, "sampling_rate": 16000},
     "a sound that is absent": "absent.wav",
     "a sound that is a device": "/dev/zero",
     "a sound that is a pipe": "pipe",

@@ -9,6 +9,8 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from mmtrain.commands.cli import main
+from mmtrain.config.data import TokenizerConfig
+from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.errors import ConfigError
 from mmtrain.models.adapter_weights import stored_adapters
 from mmtrain.models.reference import ReferenceModel
@@ -95,6 +97,7 @@ def test_a_tensor_that_no_parameter_takes_is_refused_by_name(tmp_path):
 
 def test_a_scale_is_refused_before_the_job_starts(tmp_path, capsys):
     tuned("qwen2_vl", tmp_path, r".*language_model.*q_proj", use_rslora=True)
+    load_tokenizer(TokenizerConfig()).save_pretrained(tmp_path / "whole")
     (tmp_path / "job.toml").write_text(
         f'[model]\npretrained = "{tmp_path}/whole"\n[model.language]\ntrainable = "lora"\n[model.lora]\n'
         f'rank = {RANK}\nalpha = {ALPHA}\ntarget_modules = ["q_proj"]\npretrained = "{tmp_path}/adapter"\n'
