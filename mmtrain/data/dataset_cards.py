@@ -27,13 +27,13 @@ def check_card(key: str, folder: Path) -> None:
                     raise _outside(key, f"its {name} names {shown(named)}")
 
 
-def check_files(key: str, roots: tuple[str, ...], files: Mapping[Any, Iterable[Any]]) -> None:
-    """Checks the files of each split that `datasets` found. Args: roots: how paths of the data set's own files begin.
+def check_files(key: str, root: str, files: Mapping[Any, Iterable[Any]]) -> None:
+    """Checks the files of each split that `datasets` found. Args: root: how paths of the data set's own files begin.
 
     Raises: ConfigError: one is outside.
     """
     for file in (str(file) for names in files.values() for file in names):
-        if not file.startswith(roots):
+        if not file.startswith(root):
             raise _outside(key, f"it names {shown(file)}")
 
 

@@ -10,7 +10,6 @@ Images in parquet and hub data are the `Image` feature (bytes or a path). In JSO
 import difflib
 import hashlib
 import importlib.util
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -326,15 +325,14 @@ def _load_dataset(data: DataConfig, path: Path, split: str) -> tuple[Any, list[s
 
     datasets.disable_progress_bars()
     try:
-        source, roots = str(path.absolute()), ("",)
+        source, root = str(path.resolve()), ""
         if path.is_file():
             if path.suffix != ".parquet":
                 raise ConfigError(f"data.source = {data.source!r}: a file must end in .parquet, .jsonl or .json")
             what = {"path": "parquet", "data_files": str(path), "cache_dir": _cache_of(path)}
         elif path.is_dir():
             check_card(f"data.source = {data.source!r}", path)
-            what = {"path": source, "cache_dir": _cache_of(path)}
-            roots = tuple(f"{form(source)}/" for form in (os.path.abspath, os.path.realpath))  # it may be a link
+            what, root = {"path": source, "cache_dir": _cache_of(path)}, f"{source}/"
         elif data.source.isidentifier() and importlib.util.find_spec(f"datasets.packaged_modules.{data.source}"):
             raise ConfigError(  # one of them unpickles files of the working directory
                 f"data.source = {data.source!r} is a file format of `datasets`; name a file, a folder or a hub id"
@@ -342,9 +340,9 @@ def _load_dataset(data: DataConfig, path: Path, split: str) -> tuple[Any, list[s
         else:
             _check_reachable(data.source, path)
             what, source = {"path": data.source}, f"hf://datasets/{data.source}"
-            roots = (f"{source}@" if "/" in data.source else "hf://datasets/",)  # an old name without its owner
+            root = f"{source}@" if "/" in data.source else "hf://datasets/"  # an old name without its owner
         files = datasets.load_dataset_builder(**what).config.data_files or {}
-        check_files(f"data.source = {data.source!r}", roots, files)
+        check_files(f"data.source = {data.source!r}", root, files)
         rows = datasets.load_dataset(**what, split=split, streaming=data.streaming)
         columns = list(rows.column_names or next(iter(rows), {}))  # a stream may not know them before its first row
         # Images, videos and sounds are decoded by us, and only those in use.

@@ -114,7 +114,7 @@ def test_a_card_that_is_no_yaml_is_one_sentence(tmp_path: Path) -> None:
 
 def test_what_was_found_elsewhere_is_not_read() -> None:
     root = "hf://datasets/them/theirs@"
-    check_files("key", (root,), {"train": [f"{root}1234/train.json"]})
+    check_files("key", root, {"train": [f"{root}1234/train.json"]})
     for file in ("https://elsewhere/train.json", "hf://datasets/you/private@1/train.json", "/home/you/train.json"):
         with pytest.raises(ConfigError, match=r"^key is refused: it names '.*', which is outside of the data set"):
-            check_files("key", (root,), {"train": [f"{root}1234/train.json"], "test": [file]})
+            check_files("key", root, {"train": [f"{root}1234/train.json"], "test": [file]})
