@@ -21,9 +21,24 @@ class _Formatter(logging.Formatter):
         return for_terminal(super().format(record))
 
 
+class _WithoutTracebacks(logging.StreamHandler):  # type: ignore[type-arg]
+    """Prints no traceback for each line that a full disk, or a pipe such as that of `head`, does not take.
+
+    On a full disk the metrics end the job, in one line; without a screen it goes on.
+    """
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
+class _File(_WithoutTracebacks, logging.FileHandler):
+    """The same of a file."""
+
+
 def setup_logging(rank: int) -> None:
     """Rank 0 logs information, the others warnings, to standard output; a file takes the same once there is one."""
-    handler = logging.StreamHandler(sys.stdout)
+    handler = _WithoutTracebacks(sys.stdout)
     prefix = "" if rank == 0 else f"[rank {rank}] "
     handler.setFormatter(_Formatter(f"%(asctime)s {prefix}%(message)s", "%H:%M:%S"))
     logger.handlers = [handler, MemoryHandler(_MOST_WAITING, flushLevel=logging.CRITICAL + 1)]
@@ -39,7 +54,7 @@ class LogFile:
 
     def __init__(self, folder: Path, rank: int) -> None:
         name = "log.txt" if rank == 0 else f"log-rank-{rank}.txt"
-        self._file = _Handler(folder / name, encoding="utf-8", delay=True)
+        self._file = _File(folder / name, encoding="utf-8", delay=True)
         self._file.setFormatter(_Formatter("%(asctime)s %(message)s"))
         for handler in list(logger.handlers):
             if isinstance(handler, MemoryHandler):
@@ -55,13 +70,5 @@ class LogFile:
     def close(self) -> None:
         """Closes the file."""
         logger.removeHandler(self._file)
-        with suppress(OSError):  # as in `_Handler`
+        with suppress(OSError):  # as in `_WithoutTracebacks`
             self._file.close()
-
-
-class _Handler(logging.FileHandler):
-    """logging's, which prints no traceback for each line on a full disk: the metrics end the job then, in one line."""
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
-        if not isinstance(sys.exc_info()[1], OSError):
-            super().handleError(record)

@@ -1,6 +1,7 @@
 """What the run folder keeps of the log, and Weights & Biases."""
 
 import logging
+import sys
 import time
 from pathlib import Path
 
@@ -109,3 +110,16 @@ def test_a_full_disk_costs_the_file_its_lines_and_nothing_else(tmp_path, capfd):
     out, err = capfd.readouterr()
     assert [line[9:] for line in out.splitlines()] == ["before the file", "with the file"]
     assert err == ""
+
+
+def test_a_screen_that_is_gone_costs_no_traceback(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Path("/dev/full").open("w"))  # as a pipe whose reader has ended
+    setup_logging(0)
+    log = LogFile(tmp_path, 0)
+    logger.info("a line")
+    log.close()
+    logger.handlers = []
+    with pytest.raises(OSError):
+        sys.stdout.close()
+    assert capfd.readouterr().err == ""
+    assert (tmp_path / "log.txt").read_text().endswith(" a line\n")
