@@ -113,7 +113,8 @@ def test_a_full_disk_costs_the_file_its_lines_and_nothing_else(tmp_path, capfd):
 
 
 def test_a_screen_that_is_gone_costs_no_traceback(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(sys, "stdout", Path("/dev/full").open("w"))  # as a pipe whose reader has ended
+    gone = open("/dev/full", "w")  # noqa: SIM115  # as a pipe whose reader has ended
+    monkeypatch.setattr(sys, "stdout", gone)
     setup_logging(0)
     log = LogFile(tmp_path, 0)
     logger.info("a line")
