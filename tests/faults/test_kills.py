@@ -47,10 +47,10 @@ def killed(rank: int, path: Path, overrides: list[str], victims: list[int], phas
 
     original = getattr(Trainer, phase)
 
-    def begun(self: Trainer, *args: Any) -> Any:
+    def begun(self: Trainer, *args: Any, **options: Any) -> Any:
         if rank in victims:
             threading.Thread(target=kill, daemon=True).start()
-        return original(self, *args)
+        return original(self, *args, **options)
 
     setattr(Trainer, phase, begun)
     train(rank, path, overrides)
