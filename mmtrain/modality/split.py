@@ -1,10 +1,10 @@
 """Partition of a sequence of costs into consecutive parts that are as equal as possible."""
 
 import math
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 
 def split_evenly(costs: Sequence[float], num_parts: int) -> tuple[tuple[int, int], ...]:
@@ -46,17 +46,22 @@ def _split_evenly(costs: tuple[float, ...], num_parts: int) -> tuple[tuple[int, 
 
 
 def _least_maximum(prefix: Sequence[float], num_parts: int) -> float:
-    """The least possible largest sum of at most `num_parts` consecutive parts; it is the sum of one of them."""
+    """The least possible largest sum of at most `num_parts` consecutive parts; it is the sum of one of them.
+
+    What fits changes at sums of parts alone, so halving finds the very number of the least one that fits.
+    """
     count = len(prefix) - 1
-    sums = sorted({prefix[high] - prefix[low] for low in range(count) for high in range(low + 1, count + 1)})
 
     def fits(limit: float) -> bool:
         low = 0
         for _ in range(num_parts):
-            high = low
-            while high < count and prefix[high + 1] - prefix[low] <= limit:
-                high += 1
-            low = high
+            start = prefix[low]
+            low = bisect_right(prefix, limit, lo=low, key=lambda end: end - start) - 1
         return low == count
 
-    return sums[bisect_left(sums, True, key=fits)]
+    too_small, enough = 0.0, max(high - low for low, high in pairwise(prefix))
+    while not fits(enough):
+        too_small, enough = enough, 2 * enough
+    while too_small < (middle := (too_small + enough) / 2) < enough:
+        too_small, enough = (too_small, middle) if fits(middle) else (middle, enough)
+    return enough

@@ -7,7 +7,7 @@ over images or documents.
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -453,14 +453,20 @@ class ModelSpec:
 
     def flops(self, name: str, size: WorkSize, layers: Iterable[int] | None = None) -> Flops:
         """FLOPs of some layers (default: all) of a module for one work; frozen layers have no weight gradients."""
-        module = self.module(name)
-        chosen = set(range(len(module.layers)) if layers is None else layers)
-        total, input_grad = Flops(), self.grad_enters(name)
-        for index, layer in enumerate(module.layers):
-            if index in chosen:
-                total += layer.flops(size, input_grad=input_grad)
+        chosen = set(range(len(self.module(name).layers)) if layers is None else layers)
+        of_layers = enumerate(self._layers(name))
+        return sum((layer.flops(size, input_grad=grad) for i, (layer, grad) in of_layers if i in chosen), Flops())
+
+    def layer_flops(self, name: str, size: WorkSize) -> list[Flops]:
+        """FLOPs of each layer of a module for one work."""
+        return [layer.flops(size, input_grad=input_grad) for layer, input_grad in self._layers(name)]
+
+    def _layers(self, name: str) -> Iterator[tuple[LayerSpec, bool]]:
+        """The layers of a module, and whether each has a gradient of its input."""
+        input_grad = self.grad_enters(name)
+        for layer in self.module(name).layers:
+            yield layer, input_grad
             input_grad = input_grad or layer.trainable
-        return total
 
     def has_backward(self, name: str, last_layer: int) -> bool:
         """Whether the layers of a module up to and including `last_layer` have a backward."""

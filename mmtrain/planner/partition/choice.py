@@ -219,9 +219,7 @@ def placing_weights(
         return TypicalIterations.draw(config, spec, costs, sub_microbatch).layer_seconds()
     except ConfigError:
         sizes = reference_sizes(spec, config.training.seq_len)
-        return {
-            m.name: [spec.flops(m.name, sizes[m.name], [i]).total for i in range(len(m.layers))] for m in spec.modules
-        }
+        return {m.name: [flops.total for flops in spec.layer_flops(m.name, sizes[m.name])] for m in spec.modules}
 
 
 def _placed_segments(config: Config) -> dict[str, int]:

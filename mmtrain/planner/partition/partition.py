@@ -147,7 +147,7 @@ def partition(
     fastest = min((t for t in totals.values() if t > 0), default=1.0)
     cuts: dict[str, _Cut] = {}
     for module in spec.modules:
-        costs = [spec.flops(module.name, sizes[module.name], [i]).total for i in range(len(module.layers))]
+        costs = [flops.total for flops in spec.layer_flops(module.name, sizes[module.name])]
         if weights is not None:
             costs = list(weights[module.name])
         if module.is_whole:
