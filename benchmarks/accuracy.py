@@ -36,13 +36,13 @@ from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.commands.profiler import profile_job
 from mmtrain.config import config as config_module
 from mmtrain.config.config import Config
+from mmtrain.costs.profile.profile import Profile
 from mmtrain.data.noise import noise_batch
 from mmtrain.modality.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
 from mmtrain.observe.machine_speed import WatchedClock
 from mmtrain.planner.iteration import IterationPlan, IterationPlanner
 from mmtrain.planner.plan_choice import PLANNED
-from mmtrain.planner.profile.measurements import trainable_params
-from mmtrain.planner.profile.profile import Profile
+from mmtrain.simulator.profiling.measurements import trainable_params
 from mmtrain.trainer import Trainer
 
 SEQ_LEN = 512

@@ -46,6 +46,7 @@ from mmtrain.schedule.passes.split import split_backwards
 from mmtrain.schedule.plan import Plan, entry_costs
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import simulate
+from mmtrain.simulator.job import job_planner
 
 EMULATED = ("Interleaved1F1B", "ZBV", "DualPipeV", "STP", "STP-lean")
 TOKENS, MICROBATCHES, VOCABULARY = 384, 4, 512
@@ -163,7 +164,7 @@ def with_link(
 
 def measure(device: torch.device, given: Config, factor: float, repetitions: int) -> dict[str, Any]:
     """What this rank measured."""
-    planner = IterationPlanner.of(given)
+    planner = job_planner(given)
     whole_rows = planner.submesh.whole_rows
     mesh = build_mesh(given.parallelism.mesh_shape, device, whole_rows=whole_rows)
     local = build_local_model(given.model, planner.spec, planner.partition, mesh, given.training, seed=0)

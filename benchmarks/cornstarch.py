@@ -20,19 +20,19 @@ from pathlib import Path
 
 from mmtrain.config import config
 from mmtrain.config.config import Config
+from mmtrain.costs.job_costs import cost_model
 from mmtrain.modality.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
 from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.batching import make_batching
-from mmtrain.planner.costs.job_costs import cost_model
-from mmtrain.planner.forecast.replicated import replicated_partition, rerun
-from mmtrain.planner.forecast.typical_iterations import TypicalIterations
 from mmtrain.planner.job_schedule import job_schedule
 from mmtrain.planner.memory.limit import MemoryRule
 from mmtrain.planner.memory.options import MemoryChoices
-from mmtrain.planner.partition.choice import Cut, best_cut
 from mmtrain.planner.partition.partition import Partition, Placed, divide_ranks, mixed_partition, partition
 from mmtrain.planner.plan import make_plan
 from mmtrain.planner.problem import make_problem
+from mmtrain.simulator.partition_choice import Cut, best_cut
+from mmtrain.simulator.replicated import replicated_partition, rerun
+from mmtrain.simulator.typical_iterations import TypicalIterations
 from mmtrain.spec.builders import DTYPE_BYTES, model_spec
 from mmtrain.spec.spec import ModelSpec, WorkSize
 

@@ -37,23 +37,23 @@ from mmtrain.config import config as config_module
 from mmtrain.config.config import Config
 from mmtrain.config.sections import CommConfig
 from mmtrain.config.topology import MeshShape
+from mmtrain.costs.overheads import NO_OVERHEADS, Overheads, charged
 from mmtrain.modality.typical import Bins
 from mmtrain.parallel.mesh import build_mesh
-from mmtrain.planner.forecast.study import with_schedule
-from mmtrain.planner.forecast.typical_iterations import usual_workload
-from mmtrain.planner.forecast.workloads import draw
-from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.plan import PlanResult, make_plan
 from mmtrain.planner.plan_choice import PLANNED
 from mmtrain.planner.search.search import SearchOptions, search
 from mmtrain.schedule.action import RESULT_OF
 from mmtrain.schedule.graph import Result
 from mmtrain.schedule.library.names import ScheduleName
-from mmtrain.schedule.overheads import NO_OVERHEADS, Overheads, charged
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import P2P, Option, PlanningProblem
 from mmtrain.schedule.simulate import simulate
 from mmtrain.schedule.timeline import Row, Timeline
+from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.study import with_schedule
+from mmtrain.simulator.typical_iterations import usual_workload
+from mmtrain.simulator.workloads import draw
 
 SCHEDULES = ("GPipe", "1F1B", "ZB-H1", "interleave", PLANNED)
 SAME = 0.01
@@ -132,7 +132,7 @@ def planned(config: Config, name: str, iteration: int) -> tuple[PlanningProblem,
     if name != PLANNED:
         schedule = next(known for known in get_args(ScheduleName) if known == name)
         config = with_schedule(config, schedule)[0]
-    planner = IterationPlanner.of(config)
+    planner = job_planner(config)
     meta = draw(usual_workload(config), Bins.of(config), seed=0, iteration=iteration)
     problem = planner.problem(meta, searched=name == PLANNED)[1]
     if name == PLANNED:

@@ -26,8 +26,8 @@ from overheads import measure
 
 from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.config.sections import CommConfig
+from mmtrain.costs.overheads import NO_OVERHEADS, Overheads
 from mmtrain.planner.search.search import warm
-from mmtrain.schedule.overheads import NO_OVERHEADS, Overheads
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import simulate

@@ -44,10 +44,10 @@ from peers_setups import BLOCKS, CLUSTERS, DEFAULT, PEERS, Outcome, Question, ch
 from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.config.sections import CommConfig
 from mmtrain.config.topology import MeshShape
+from mmtrain.costs.overheads import NO_OVERHEADS, Overheads
 from mmtrain.errors import PlanError
 from mmtrain.parallel.mesh import Mesh, build_mesh
 from mmtrain.planner.search.search import warm
-from mmtrain.schedule.overheads import NO_OVERHEADS, Overheads
 from mmtrain.schedule.passes.lower import lower
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem

@@ -41,17 +41,18 @@ from mmtrain.modality.split import split_evenly
 from mmtrain.modality.typical import Bins
 from mmtrain.planner.assignment.assign import assign
 from mmtrain.planner.assignment.assignment import AssignedMicrobatch, Assignment, SampleCost, language_samples
+from mmtrain.planner.assignment.sample_costs import PassesNs, SamplePricer, cost_of, times
 from mmtrain.planner.assignment.step_assigner import StepAssigner, language_microbatches
-from mmtrain.planner.forecast.workloads import draw
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.memory.limit import MemoryRule
 from mmtrain.planner.plan import PlanResult, make_plan
 from mmtrain.planner.plan_choice import search_seed, searched_plan
-from mmtrain.planner.sample_costs import PassesNs, SamplePricer, cost_of, times
 from mmtrain.planner.search.search import warm
-from mmtrain.planner.stable_batch import proportional
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.timeline import Timeline
+from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.stable_batch import proportional
+from mmtrain.simulator.workloads import draw
 from mmtrain.spec.spec import ZERO_WORK, WorkSize
 
 SAMPLES = 4
@@ -150,7 +151,7 @@ class Setup:
             f"planner.budget_evaluations={self.evaluations}",
             "planner.budget_s=0",
         ]
-        return IterationPlanner.of(self.job(*keys))
+        return job_planner(self.job(*keys))
 
     @cached_property
     def assigner(self) -> StepAssigner:
@@ -175,7 +176,7 @@ class Setup:
         ]
         for section, count in zip(("encoder", "language"), ranks, strict=True):
             keys += [f"model.{section}.num_segments=1", f"model.{section}.ranks={count}"]
-        return IterationPlanner.of(self.job(*keys))
+        return job_planner(self.job(*keys))
 
     def balanced_ranks(self, documents: Sequence[DocumentMeta]) -> tuple[int, ...]:
         """Pipeline ranks for which the slowest stage of a mean microbatch is fastest."""

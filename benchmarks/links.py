@@ -15,10 +15,6 @@ from peers_setups import CLUSTERS
 
 from mmtrain.config import config as config_module
 from mmtrain.modality.typical import Bins
-from mmtrain.planner.forecast.study import with_schedule
-from mmtrain.planner.forecast.typical_iterations import usual_workload
-from mmtrain.planner.forecast.workloads import draw
-from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.plan import make_plan
 from mmtrain.planner.plan_choice import PLANNED, searched_plan
 from mmtrain.schedule.action import RESULT_OF
@@ -26,6 +22,10 @@ from mmtrain.schedule.graph import Result
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import simulate
+from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.study import with_schedule
+from mmtrain.simulator.typical_iterations import usual_workload
+from mmtrain.simulator.workloads import draw
 
 SCHEDULES = ("1F1B", "interleave", PLANNED)
 
@@ -83,7 +83,7 @@ def with_cards(problem: PlanningProblem, plan: Plan) -> tuple[float, float]:
 def plans(model: str, schedule: str, args: argparse.Namespace) -> Iterator[tuple[PlanningProblem, Plan]]:
     overrides = [f'planner.hardware="{CLUSTERS[model]}"', 'planner.memory_limit="92%"']
     config, _ = with_schedule(config_module.load(f"{model}.toml", overrides), schedule, args.evaluations)
-    planner = IterationPlanner.of(config)
+    planner = job_planner(config)
     for iteration in range(args.iterations):
         meta = draw(usual_workload(config), Bins.of(config), seed=1, iteration=iteration)
         problem = planner.problem(meta, searched=schedule == PLANNED)[1]

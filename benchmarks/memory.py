@@ -34,10 +34,10 @@ from mmtrain.config.config import Config
 from mmtrain.data.noise import noise_batch
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.modality.typical import Bins
-from mmtrain.planner.forecast.typical_iterations import WORKLOAD
-from mmtrain.planner.forecast.workloads import draw
-from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.schedule.plan import held_bytes
+from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.typical_iterations import WORKLOAD
+from mmtrain.simulator.workloads import draw
 from mmtrain.trainer import Trainer
 
 GIB = 2.0**30
@@ -87,7 +87,7 @@ def batch_of(config: Config, number: int) -> IterationMeta:
 
 def peak_bytes(config: Config, meta: IterationMeta) -> float:
     """What activations of the schedule's plan take on the most loaded rank."""
-    timeline = IterationPlanner.of(config).plan(meta).result.timeline
+    timeline = job_planner(config).plan(meta).result.timeline
     assert timeline is not None
     return max(timeline.peak_bytes)
 
@@ -249,7 +249,7 @@ def iteration_time(folder: str, rounds: int, profile: str) -> None:
             "planned": '--planner.memory_strategies=["keep", "selective", "recompute"]',
         }.items():
             config = job(given, limit, more, folder=f"{folder}/t")
-            planner = IterationPlanner.of(config)
+            planner = job_planner(config)
             if all(planner.first(planner.prepare(meta, searched=True)).plan for meta in metas):
                 cases[f"{round(100 * share):3d} %, {name}"] = config
             else:

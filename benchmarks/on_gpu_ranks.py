@@ -29,8 +29,8 @@ from mmtrain.data.noise import noise_batch
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.modality.typical import Bins
 from mmtrain.models.batch import Batch
-from mmtrain.planner.forecast.typical_iterations import usual_workload
-from mmtrain.planner.forecast.workloads import draw
+from mmtrain.simulator.typical_iterations import usual_workload
+from mmtrain.simulator.workloads import draw
 from mmtrain.trainer import TimedStep, Trainer
 
 SAME = 1e-3

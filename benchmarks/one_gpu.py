@@ -47,7 +47,7 @@ from mmtrain.models.batch import Batch, Microbatch, document_positions
 from mmtrain.models.projector import Projector
 from mmtrain.models.reference import ReferenceModel
 from mmtrain.observe.metrics import peak_flops
-from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.simulator.job import job_planner
 from mmtrain.spec.builders import model_spec
 
 WARM = 2
@@ -406,7 +406,7 @@ def check_losses(found: Mapping[str, Outcome]) -> None:
 
 def report(config: Config, size: Size, device: torch.device, found: dict[str, list[Outcome]]) -> None:
     metas = [iteration(config, size, seed) for seed in range(BATCHES)]
-    planner = IterationPlanner.of(config)
+    planner = job_planner(config)
     flops = np.mean([
         sum(of.total for of in planner.flops(planner.plan(meta).batching).values()) for meta in metas
     ])  # fmt: skip

@@ -1,7 +1,7 @@
 """python benchmarks/overheads.py [--ranks 2] [--repetitions 6] [--out FILE]
 
 What the runtime adds on this machine to the compute of actions: seconds of a dispatch of each kind, of a message at
-both ends, and of waking up for one (`mmtrain/schedule/overheads.py`). Stages are emulated: they sleep, and everything
+both ends, and of waking up for one (`mmtrain/costs/overheads.py`). Stages are emulated: they sleep, and everything
 else is real. As many ranks as cores, since more of them would also wait for a core.
 
 Plans of several schedules take turns. What an action takes beyond its sleep is its inside; the rest follows from the
@@ -21,15 +21,15 @@ from emulation import EmulatedRuntime, HostClock
 from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.config.sections import CommConfig
 from mmtrain.config.topology import MeshShape
+from mmtrain.costs.overheads import Overheads, charged
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.planner.plan import make_plan
-from mmtrain.planner.profile.pauses import Rows, overheads_between, overheads_inside, pauses
 from mmtrain.schedule.chain import plain_chain
 from mmtrain.schedule.library.catalogue import CATALOGUE
-from mmtrain.schedule.overheads import Overheads, charged
 from mmtrain.schedule.passes.lower import Program, lower
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import Option, PlanningProblem
+from mmtrain.simulator.profiling.pauses import Rows, overheads_between, overheads_inside, pauses
 
 SCHEDULES = ("GPipe", "1F1B", "ZB-H1", "Interleaved1F1B")
 MICROBATCHES = 8

@@ -31,16 +31,17 @@ from pathlib import Path
 from mmtrain.config import config
 from mmtrain.config.config import Config
 from mmtrain.config.model import section_of
+from mmtrain.costs.machine import Machine
 from mmtrain.errors import ConfigError
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.modality.typical import Bins
-from mmtrain.planner.forecast.machine import Machine
-from mmtrain.planner.forecast.typical_iterations import MOST_MICROBATCHES, TypicalIterations, usual_workload
-from mmtrain.planner.forecast.whole_iteration import IterationSimulator
-from mmtrain.planner.forecast.workloads import draw
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.partition.choice import MOST_SEGMENTS
 from mmtrain.planner.plan_choice import search_seed, searched_plan
+from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.partition_choice import MOST_SEGMENTS
+from mmtrain.simulator.typical_iterations import MOST_MICROBATCHES, TypicalIterations, usual_workload
+from mmtrain.simulator.whole_iteration import IterationSimulator
+from mmtrain.simulator.workloads import draw
 
 ROOT = Path(__file__).resolve().parent.parent
 JOBS = {"vlm_s": "h800x16", "vlm_m": "h800x32", "vlm_l": "h800x64"}
@@ -127,7 +128,7 @@ def cuts(name: str, keys: Sequence[str] = ()) -> Iterator[IterationPlanner]:
         ]
     for way in ways:
         with contextlib.suppress(ConfigError):  # too few layers, or the limit leaves no room for activations
-            yield IterationPlanner.of(open_job(name, *keys, *way))
+            yield job_planner(open_job(name, *keys, *way))
 
 
 def planned_s(planner: IterationPlanner, metas: Sequence[IterationMeta]) -> float:
@@ -158,7 +159,7 @@ def choices(names: Sequence[str], num_iterations: int, keys: Sequence[str]) -> N
         planners = list(cuts(name, keys))
         seconds = {str(planner.partition): planned_s(planner, metas) for planner in planners}
         start = time.process_time()
-        chosen = IterationPlanner.of(job)
+        chosen = job_planner(job)
         search_s = time.process_time() - start
         correlations = []
         for is_quick in (True, False):
@@ -194,7 +195,7 @@ from benchmarks import partition
 from mmtrain.planner.iteration import IterationPlanner
 job = partition.open_job(sys.argv[1], *sys.argv[2:])
 imported_s, wall_s = time.process_time(), time.perf_counter()
-planner = IterationPlanner.of(job)
+planner = job_planner(job)
 search_s, wall_s = time.process_time() - imported_s, time.perf_counter() - wall_s
 print(f"{imported_s:9.2f} {search_s:9.2f} {wall_s:7.2f}  {planner.partition}")
 """
@@ -244,7 +245,7 @@ def ways(names: Sequence[str], num_iterations: int) -> None:
             for label, (how, passes) in WAYS.items():
                 job = job_of(name, schedule, how, passes)
                 start = time.process_time()
-                planner = IterationPlanner.of(job)
+                planner = job_planner(job)
                 cut_s = time.process_time() - start
                 simulator = IterationSimulator.of(job, Machine.of(job).network)
                 bins = Bins.of(job)

@@ -37,9 +37,9 @@ from peers_setups import (
     workload_of,
 )
 
-from mmtrain.planner.forecast.workloads import RISE_AND_FALL_PERIOD
 from mmtrain.planner.search.search import warm
 from mmtrain.run_page.line_chart import png
+from mmtrain.simulator.workloads import RISE_AND_FALL_PERIOD
 
 PROCESSES = 2
 ABLATED = ("vlm_s", "t2v_s")

@@ -33,8 +33,6 @@ from mmtrain.modality.metadata import IterationMeta
 from mmtrain.modality.typical import Bins
 from mmtrain.planner.batching import make_batching
 from mmtrain.planner.first_plan import first_plan
-from mmtrain.planner.forecast.typical_iterations import TypicalIterations, usual_workload
-from mmtrain.planner.forecast.workloads import draw
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.memory.limit import MemoryRule
 from mmtrain.planner.memory.rank_state import RankState, Sharding
@@ -53,6 +51,9 @@ from mmtrain.schedule.plan import Plan, check, exceeds, held_bytes
 from mmtrain.schedule.problem import Option, PlanningProblem
 from mmtrain.schedule.simulate import simulate
 from mmtrain.schedule.timeline import Timeline
+from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.typical_iterations import TypicalIterations, usual_workload
+from mmtrain.simulator.workloads import draw
 
 ROOT = Path(__file__).resolve().parent.parent
 CLUSTERS = {"vlm_s": "h800x16", "vlm_m": "h800x32", "vlm_l": "h800x64", "t2v_s": "h800x16", "t2v_l": "h800x64"}
@@ -236,7 +237,7 @@ def chain_outcomes(question: Question) -> dict[str, Outcome]:
 def _chain(question: Question, cut: str, schedule: str, passes: int) -> Outcome:
     words = [*left_open(question), "planner.sub_microbatch=false", 'planner.partition="mixed-parameters"']
     job = job_of(question, *words, 'parallelism.pipeline_parallel_schedule="1F1B"')
-    planner, metas = IterationPlanner.of(job), batches_of(question)
+    planner, metas = job_planner(job), batches_of(question)
     parts, chunks = _chain_parts(job, planner, metas, cut, passes, v_shaped=CATALOGUE[schedule].placement == "v")
     budget = MemoryRule.of(job).budget(planner.spec, parts)
     planner = replace(
@@ -419,7 +420,7 @@ def ablated(question: Question, off: str) -> Outcome:
 
 def _separated(question: Question, words: Sequence[str], planned: Planned) -> Outcome:
     job = job_of(question, *words)
-    planner = IterationPlanner.of(job)
+    planner = job_planner(job)
     ledger = _Ledger(planner, job, question.keep_plans)
     for number, meta in enumerate(batches_of(question)):
         try:

@@ -13,14 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from mmtrain.config import config as config_module
+from mmtrain.costs.machine import Machine
 from mmtrain.modality.typical import Bins
-from mmtrain.planner.forecast.machine import Machine
-from mmtrain.planner.forecast.typical_iterations import usual_workload
-from mmtrain.planner.forecast.workloads import draw
-from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.memory.rank_state import Sharding
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.problem import Option, PlanningProblem
+from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.typical_iterations import usual_workload
+from mmtrain.simulator.workloads import draw
 
 CLUSTERS = {"vlm_s": "h800x16", "vlm_m": "h800x32", "vlm_l": "h800x64", "t2v_l": "h800x64"}
 SEGMENTS = {"vlm_s": (2, 1), "vlm_m": (2, 2), "vlm_l": (2, 2), "t2v_l": (1, 3)}
@@ -66,7 +66,7 @@ def problem(
         *([] if limited else ['planner.memory_limit=""']),
     ]
     job = config_module.load(f"{name}.toml", words)
-    planner = replace(IterationPlanner.of(job), schedule=CATALOGUE["ZB-AutoSchedule"])  # for the costs of I and W
+    planner = replace(job_planner(job), schedule=CATALOGUE["ZB-AutoSchedule"])  # for the costs of I and W
     meta = draw(workload or usual_workload(job), Bins.of(job), seed=seed, iteration=iteration)
     found = with_contention(planner.problem(meta)[1], contention)
     if not options or not limited:

@@ -25,10 +25,10 @@ from overheads import measure
 from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.config.sections import CommConfig
 from mmtrain.config.topology import MeshShape
+from mmtrain.costs.noise import EXACT, Noise
+from mmtrain.costs.overheads import NO_OVERHEADS, Overheads, charged
 from mmtrain.parallel.mesh import build_mesh
-from mmtrain.planner.noise import EXACT, Noise
 from mmtrain.planner.search.search import SearchOptions, search
-from mmtrain.schedule.overheads import NO_OVERHEADS, Overheads, charged
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import Option, PlanningProblem
 from mmtrain.schedule.simulate import simulate

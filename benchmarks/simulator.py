@@ -20,18 +20,19 @@ from subgraph_reuse.nest import Call, Leaf, Nest, chain
 from subgraph_reuse.reuse import Reuse
 
 from mmtrain.config import config
+from mmtrain.costs.cost_model import equal_layers
+from mmtrain.costs.operator_costs import OperatorCosts
+from mmtrain.costs.operators.execution import run
+from mmtrain.costs.operators.graph import Device, DeviceKind, Graph, Operator, OpKind, Phase
+from mmtrain.costs.operators.hardware import load_hardware
+from mmtrain.costs.operators.latency import Latencies
 from mmtrain.modality.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
 from mmtrain.planner.batching import Batching
-from mmtrain.planner.costs.cost_model import equal_layers
-from mmtrain.planner.costs.operator_costs import OperatorCosts
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.operators.execution import run
-from mmtrain.planner.operators.graph import Device, DeviceKind, Graph, Operator, OpKind, Phase
-from mmtrain.planner.operators.hardware import load_hardware
-from mmtrain.planner.operators.latency import Latencies
 from mmtrain.planner.plan import make_plan
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.plan import Plan
+from mmtrain.simulator.job import job_planner
 from mmtrain.spec.spec import Rates, WorkSize, documents_work, images_work
 
 REPETITIONS = 5
@@ -156,7 +157,7 @@ def reuse(planner: IterationPlanner) -> None:
 
 def problems(name: str) -> None:
     job = config.load(ROOT / "configs" / f"{name}.toml", ["planner.hardware=h800"])
-    planner = IterationPlanner.of(job)
+    planner = job_planner(job)
     planner.problem(batch(0))
     new = []
     for seed in range(1, 1 + REPETITIONS):
@@ -180,7 +181,7 @@ def anchors(planner: IterationPlanner) -> None:
 
 def sub_microbatch(name: str) -> None:
     job = config.load(ROOT / "configs" / f"{name}.toml", ["planner.hardware=h800"])
-    planner = IterationPlanner.of(job)
+    planner = job_planner(job)
     vision, rate = planner.spec.module("vision"), {}
     for images in range(1, 49):
         times = planner.costs.layer(vision, 1, images_work(vision, [(1, 52, 52)] * images), input_grad=True)
@@ -192,7 +193,7 @@ def sub_microbatch(name: str) -> None:
 
 
 def main() -> None:
-    planner = IterationPlanner.of(config.load(ROOT / "configs" / "vlm_m.toml", ["planner.hardware=h800"]))
+    planner = job_planner(config.load(ROOT / "configs" / "vlm_m.toml", ["planner.hardware=h800"]))
     reuse(planner)
     for name in ("vlm_s", "vlm_m"):
         problems(name)

@@ -23,15 +23,15 @@ from typing import NamedTuple
 from planner_problems import with_contention
 
 from mmtrain.config import config
+from mmtrain.costs.operators.hardware import load_hardware
 from mmtrain.modality.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
-from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.operators.hardware import load_hardware
 from mmtrain.planner.partition.partition import mixed_partition
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.passes.offload import offload
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import simulate
+from mmtrain.simulator.job import job_planner
 from mmtrain.spec.spec import ModelSpec
 
 CONTENTION = load_hardware("a800").contention
@@ -135,7 +135,7 @@ def problem(row: Row, placement: str, contention: float, words: Sequence[str] = 
             *words,
         ],
     )
-    planner = IterationPlanner.of(job)
+    planner = job_planner(job)
     images: tuple[ImageMeta, ...] = ()
     if row.patches:
         side = math.isqrt(row.patches)

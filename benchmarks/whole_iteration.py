@@ -11,13 +11,13 @@ import statistics
 import time
 
 from mmtrain.config import config
+from mmtrain.costs.machine import Machine
 from mmtrain.modality.typical import Bins
-from mmtrain.planner.forecast.machine import Machine
-from mmtrain.planner.forecast.whole_iteration import IterationSimulator
-from mmtrain.planner.forecast.workloads import draw
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.plan import check
 from mmtrain.schedule.simulate import simulate
+from mmtrain.simulator.whole_iteration import IterationSimulator
+from mmtrain.simulator.workloads import draw
 
 REPETITIONS = 9
 JOBS = (("vlm_s", "h800x16"), ("vlm_l", "h800x64"), ("vlm_xl_16k", "h100x16384"))

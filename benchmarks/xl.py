@@ -17,17 +17,17 @@ from pathlib import Path
 
 from mmtrain.config import config
 from mmtrain.config.config import Config
+from mmtrain.costs.operator_costs import OperatorCosts
+from mmtrain.costs.operators.graph import OpKind
+from mmtrain.costs.operators.hardware import load_hardware
 from mmtrain.modality.typical import Bins
-from mmtrain.planner.costs.operator_costs import OperatorCosts
-from mmtrain.planner.forecast.breakdown import Part
-from mmtrain.planner.forecast.study import Answer, Question, breakdown_rows, simulate_job
-from mmtrain.planner.forecast.typical_iterations import usual_workload
-from mmtrain.planner.forecast.workloads import draw
-from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.operators.graph import OpKind
-from mmtrain.planner.operators.hardware import load_hardware
 from mmtrain.run_page.breakdown_chart import drawing
 from mmtrain.schedule.view.draw import painted
+from mmtrain.simulator.breakdown import Part
+from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.study import Answer, Question, breakdown_rows, simulate_job
+from mmtrain.simulator.typical_iterations import usual_workload
+from mmtrain.simulator.workloads import draw
 
 MODELS = {"vlm_xl_8k": 8192, "vlm_xl_16k": 16384, "t2v_xl_3k": 3072, "t2v_xl_6k": 6144}
 SETUPS = {
@@ -64,7 +64,7 @@ def answer(name: str, setup: str, iterations: int, evaluations: int, keys: Seque
 def below_peak(name: str, keys: Sequence[str]) -> dict[tuple[str, str], float]:
     """(module, kernels) -> fraction of what the first batch computes above its FLOPs at the peak rate."""
     made = job(name, [*SETUPS["planned"][1], *keys])
-    planner = IterationPlanner.of(made)
+    planner = job_planner(made)
     batching, _ = planner.problem(draw(usual_workload(made), Bins.of(made), seed=0, iteration=0), searched=True)
     costs, flops = planner.costs, planner.flops(batching)
     assert isinstance(costs, OperatorCosts)

@@ -74,6 +74,7 @@ from mmtrain.planner.iteration import IterationPlan, IterationPlanner
 from mmtrain.planner.partition.partition import Partition
 from mmtrain.planner.plan_choice import Search
 from mmtrain.planner.search import search as searching
+from mmtrain.simulator.job import job_planner
 
 logger = logging.getLogger("mmtrain")
 
@@ -643,5 +644,5 @@ class Trainer:
 def _planner_in_time(config: Config) -> tuple[IterationPlanner, float]:
     """The planner of a job, and the seconds that it took to make."""
     start = time.perf_counter()
-    planner = IterationPlanner.of(config)
+    planner = job_planner(config)
     return planner, time.perf_counter() - start

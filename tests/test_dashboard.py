@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from mmtrain.config import config
-from mmtrain.planner.forecast.breakdown import Part
 from mmtrain.run_page.measured import breakdown
 from mmtrain.run_page.page import write_page
 from mmtrain.run_page.runs import read_run
 from mmtrain.schedule.view.drawing import COLOURS
+from mmtrain.simulator.breakdown import Part
 from tests.browser import BROWSER, DRIVER, MISSING, Browser, browser
 from tests.jobs import layout, metrics, train, write_config
 from tests.ranks import run_ranks

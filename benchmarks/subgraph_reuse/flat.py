@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from mmtrain.planner.operators.graph import Device, Graph, Operator, TensorNode
-from mmtrain.planner.operators.latency import Floats, Latencies
+from mmtrain.costs.operators.graph import Device, Graph, Operator, TensorNode
+from mmtrain.costs.operators.latency import Floats, Latencies
 from mmtrain.spec.spec import Rates, WorkSize
 from subgraph_reuse.nest import Leaf, Nest, Source
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from mmtrain.costs.operators.graph import Device, Graph, topological
 from mmtrain.errors import PlanError
-from mmtrain.planner.operators.graph import Device, Graph, topological
 from mmtrain.spec.spec import ZERO_WORK, WorkSize
 
 Source = tuple[int, int]

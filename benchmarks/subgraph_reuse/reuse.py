@@ -21,9 +21,9 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from mmtrain.costs.operators.execution import Simulation
+from mmtrain.costs.operators.latency import Floats, Latencies
 from mmtrain.errors import PlanError
-from mmtrain.planner.operators.execution import Simulation
-from mmtrain.planner.operators.latency import Floats, Latencies
 from mmtrain.spec.spec import ZERO_WORK, WorkSize
 from subgraph_reuse.flat import flatten
 from subgraph_reuse.nest import Leaf, Nest

@@ -58,9 +58,9 @@ def _allocate(args: argparse.Namespace) -> int:
 
     from mmtrain.commands.sample_files import drawn_costs
     from mmtrain.errors import ConfigError, for_terminal
-    from mmtrain.planner.allocate import GIB, HEADER, allocate, described
-    from mmtrain.planner.sample_costs import SampleCosts
-    from mmtrain.planner.stable_batch import check_probabilities
+    from mmtrain.planner.assignment.sample_costs import SampleCosts
+    from mmtrain.simulator.allocate import GIB, HEADER, allocate, described
+    from mmtrain.simulator.stable_batch import check_probabilities
 
     for name in ("gpus", "finalists", "iterations", "evaluations"):
         if getattr(args, name) < 1:

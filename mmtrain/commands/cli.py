@@ -168,13 +168,13 @@ def _train(args: argparse.Namespace) -> int:
         return _train_rank(args)
     from mmtrain.modality.buckets import check_video
     from mmtrain.modality.readers import check_readable
-    from mmtrain.planner.iteration import IterationPlanner
+    from mmtrain.simulator.job import job_planner
     from mmtrain.spec.job_files import check_files
 
     check_temporary_folder(job.data.num_workers)
     check_video(job)
     check_readable(job.model)
-    IterationPlanner.of(job)  # refuses a model that cannot be built, cut or divided, before any process starts
+    job_planner(job)  # refuses a model that cannot be built, cut or divided, before any process starts
     check_files(job.model, job.tokenizer)
     _check_adapters(job.model)
     with owned(Path(job.job.dump_folder)):  # refuses a folder that rank 0 could not use
@@ -256,8 +256,8 @@ def _add_config(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def _config(args: argparse.Namespace) -> int:
-    from mmtrain.planner.iteration import IterationPlanner, job_spec
     from mmtrain.schedule.library.names import is_recipe
+    from mmtrain.simulator.job import job_planner, job_spec
     from mmtrain.spec.job_files import check_files
 
     job = config.load(args.config, args.overrides)
@@ -267,7 +267,7 @@ def _config(args: argparse.Namespace) -> int:
         job_spec(job)
         summary = f"{shown(schedule)} is a program, which is not run here: how it cuts the model is not checked"
     else:
-        summary = IterationPlanner.of(job).partition_summary  # refuses a model that cannot be built, cut or divided
+        summary = job_planner(job).partition_summary  # refuses a model that cannot be built, cut or divided
     check_files(job.model, job.tokenizer)
     _check_adapters(job.model)
     if summary:
@@ -307,7 +307,7 @@ def _check_parity(args: argparse.Namespace) -> int:
     from dataclasses import replace
 
     from mmtrain.errors import ConfigError
-    from mmtrain.planner.shrink import SEQ_LEN, shrink
+    from mmtrain.simulator.shrink import SEQ_LEN, shrink
 
     seq_len = SEQ_LEN if args.seq_len is None else args.seq_len
     for name, value, least in (("--steps", args.steps, 1), ("--seq-len", seq_len, 2)):

@@ -46,8 +46,8 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 def _plan(args: argparse.Namespace) -> int:
     import time
 
+    from mmtrain.costs.noise import MOST, Noise
     from mmtrain.planner.bound import lower_bound_s
-    from mmtrain.planner.noise import MOST, Noise
     from mmtrain.planner.plan_json import plan_to_json
     from mmtrain.planner.search.numba_start import HAS_NUMBA
     from mmtrain.planner.search.search import SearchOptions, search, warm

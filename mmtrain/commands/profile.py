@@ -39,9 +39,9 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 def _profile(args: argparse.Namespace) -> int:
     from dataclasses import replace
 
+    from mmtrain.costs.operators.hardware import load_hardware
     from mmtrain.errors import ConfigError
-    from mmtrain.planner.iteration import IterationPlanner
-    from mmtrain.planner.operators.hardware import load_hardware
+    from mmtrain.simulator.job import job_planner
 
     for name, value in (("--rounds", args.rounds), ("--steps", args.steps), ("--samples", args.samples)):
         if value is not None and value < 1:
@@ -60,14 +60,14 @@ def _profile(args: argparse.Namespace) -> int:
         return _samples(job, args.samples, args.workload, out)
     hardware = args.hardware or job.planner.hardware
     job = replace(job, planner=replace(job.planner, hardware="", profile=""))
-    spec = IterationPlanner.of(job).spec  # raises if a model cannot be built, cut or divided
+    spec = job_planner(job).spec  # raises if a model cannot be built, cut or divided
     if hardware:
         load_hardware(hardware)  # raises if it does not exist
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from mmtrain.commands.profiler import profile_job
+    from mmtrain.costs.profile.calibration import calibrate
+    from mmtrain.costs.profile.table import table
     from mmtrain.modality.submesh import Submesh
-    from mmtrain.planner.profile.calibration import calibrate
-    from mmtrain.planner.profile.table import table
 
     profile = profile_job(job, rounds=args.rounds, steps=args.steps, say=lambda text: print(text, flush=True))
     out.parent.mkdir(parents=True, exist_ok=True)

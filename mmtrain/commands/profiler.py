@@ -30,6 +30,8 @@ from torch import Tensor
 from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.config.config import Config
 from mmtrain.config.topology import MeshShape
+from mmtrain.costs.cost_model import HostCopy
+from mmtrain.costs.profile.profile import Profile
 from mmtrain.data.noise import noise_batch
 from mmtrain.errors import ConfigError
 from mmtrain.modality.metadata import IterationMeta
@@ -38,10 +40,8 @@ from mmtrain.observe.machine_speed import WatchedClock
 from mmtrain.parallel.grads import local_part
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.stage import ModalityStage
-from mmtrain.planner.costs.cost_model import HostCopy
-from mmtrain.planner.profile.measurements import NUM_BLOCKS, Samples, StepSample, assemble, slowest
-from mmtrain.planner.profile.probing import CUTS, REPEATS, Cut, probing_job, small_job
-from mmtrain.planner.profile.profile import Profile
+from mmtrain.simulator.profiling.measurements import NUM_BLOCKS, Samples, StepSample, assemble, slowest
+from mmtrain.simulator.profiling.probing import CUTS, REPEATS, Cut, probing_job, small_job
 from mmtrain.trainer import TimedStep, Trainer
 
 MESSAGE_BYTES = tuple(4**k for k in range(5, 13))

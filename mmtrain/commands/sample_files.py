@@ -4,7 +4,14 @@ import itertools
 
 from mmtrain.config.config import Config
 from mmtrain.errors import DataError
-from mmtrain.planner.sample_costs import SampleCosts, SamplePricer, drawn_samples, drawn_source, priced, settings_of
+from mmtrain.planner.assignment.sample_costs import (
+    SampleCosts,
+    SamplePricer,
+    drawn_samples,
+    drawn_source,
+    priced,
+    settings_of,
+)
 
 
 def read_costs(job: Config, most: int) -> SampleCosts:
@@ -34,8 +41,8 @@ def drawn_costs(job: Config, most: int, workload: str = "", seed: int = 0) -> Sa
     Raises: ConfigError: the workload does not exist, or is for another kind of model.
     """
     from mmtrain.modality.typical import Bins
-    from mmtrain.planner.forecast.typical_iterations import usual_workload
-    from mmtrain.planner.forecast.workloads import draw
+    from mmtrain.simulator.typical_iterations import usual_workload
+    from mmtrain.simulator.workloads import draw
 
     name = workload or usual_workload(job)
     bins = Bins.typical(job)

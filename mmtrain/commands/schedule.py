@@ -441,10 +441,10 @@ def _of_config(args: argparse.Namespace) -> _Planner:
     from mmtrain.config import config
     from mmtrain.data.loader import Loader
     from mmtrain.planner.assignment.step_assigner import StepAssigner
-    from mmtrain.planner.iteration import IterationPlanner
+    from mmtrain.simulator.job import job_planner
 
     job, number = config.load(args.config, args.overrides), args.batch or 0
-    assigner = StepAssigner.of(job, IterationPlanner.of(job)) if job.assignment.assigns else None
+    assigner = StepAssigner.of(job, job_planner(job)) if job.assignment.assigns else None
     degree = job.parallelism.mesh_shape.dp
     with Loader(job, dp_degree=degree, num_workers=0, num_steps=number + 1, assigner=assigner) as loader:
         *_, (_, meta, _) = loader
@@ -456,7 +456,7 @@ def _of_config(args: argparse.Namespace) -> _Planner:
         if search:
             chosen = replace(chosen, planner=search.section(chosen.planner))
             config.check(chosen)
-        planner = IterationPlanner.of(chosen)
+        planner = job_planner(chosen)
         searched = bool(search) or (args.verb == "show" and args.format == "problem")
         problem = planner.problem(meta, searched=searched)[1]
         return _plan(planner.schedule, problem, lambda plan: planner.lower(plan, problem), search, planner.section)

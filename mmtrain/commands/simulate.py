@@ -51,10 +51,10 @@ def _simulate(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from mmtrain.errors import ConfigError
-    from mmtrain.planner.forecast.study import Question, simulate_job, table, to_json
     from mmtrain.planner.plan_choice import PLANNED
     from mmtrain.run_page import breakdown_chart, line_chart
     from mmtrain.schedule.view.draw import document, painted, trace_events
+    from mmtrain.simulator.study import Question, simulate_job, table, to_json
 
     for option, path in (("--trace", args.trace), ("--png", args.png), ("--breakdown", args.breakdown)):
         if path is not None and not path.parent.is_dir():

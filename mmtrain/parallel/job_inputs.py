@@ -17,10 +17,10 @@ import torch
 import mmtrain
 from mmtrain.config.config import Config
 from mmtrain.config.toml_sections import to_dict
+from mmtrain.costs.operators.cluster import Cluster
 from mmtrain.errors import ConfigError, one_line
 from mmtrain.launch.launched import Launched
 from mmtrain.parallel.alike import Subject
-from mmtrain.planner.operators.cluster import Cluster
 from mmtrain.schedule.library.catalogue import Schedule
 from mmtrain.spec.hub_files import cached_folder, local_path
 

@@ -1,29 +1,24 @@
 """Planning of one iteration: from its metadata to the program that every pipeline rank runs. Pure."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
-from mmtrain.config.config import Config, check_memory_limit, uses_fsdp
 from mmtrain.config.memory_amount import show_bytes
 from mmtrain.config.sections import PlannerConfig
+from mmtrain.costs.cost_model import CostModel
 from mmtrain.errors import ConfigError, PlanError
 from mmtrain.modality.metadata import IterationMeta, without_deferral
 from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.batching import Batching, SubMicrobatch, check_conservation, make_batching
-from mmtrain.planner.costs.cost_model import CostModel
-from mmtrain.planner.costs.job_costs import cost_model
 from mmtrain.planner.deferral import oversize_pairs
 from mmtrain.planner.first_plan import first_plan
-from mmtrain.planner.job_schedule import job_schedule
 from mmtrain.planner.layout import IterationLayout
-from mmtrain.planner.memory.limit import MemoryRule, least_activation_bytes
+from mmtrain.planner.memory.limit import least_activation_bytes
 from mmtrain.planner.memory.options import MemoryChoices
-from mmtrain.planner.partition.choice import Choice, choose_partition
 from mmtrain.planner.partition.partition import Partition
 from mmtrain.planner.plan import PlanResult
 from mmtrain.planner.problem import make_problem
-from mmtrain.planner.work_size import sub_microbatch_size
 from mmtrain.schedule.library.catalogue import Schedule
 from mmtrain.schedule.passes.lower import Program, lower
 from mmtrain.schedule.plan import Plan, check, exceeds
@@ -31,14 +26,7 @@ from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import simulate
 from mmtrain.schedule.timeline import Timeline
 from mmtrain.schedule.transport import check_transport
-from mmtrain.spec.builders import DTYPE_BYTES, model_spec
-from mmtrain.spec.degrees import check_tensor_degree
-from mmtrain.spec.shapes import check_window
 from mmtrain.spec.spec import Flops, ModelSpec, WorkSize
-from mmtrain.spec.vision_shapes import check_patches_split
-
-Choose = Callable[[Config, ModelSpec, CostModel, SubMicrobatch], Choice]
-"""How a job's partition is chosen; arguments as of `choose_partition`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,40 +89,6 @@ class IterationPlanner:
     """Also prove every program free of deadlock under each transport model."""
     partition_summary: str = ""
     """How the partition was chosen, for the log; empty if the config determines it."""
-
-    @classmethod
-    def of(cls, config: Config, choose: Choose = choose_partition) -> "IterationPlanner":
-        """The planner of a job.
-
-        With planner.memory_limit and a device of known memory, activations may take what the limit leaves for them.
-        The memory that a process takes in addition to tensors is not known yet and counts as 0 bytes.
-
-        Args: choose: the partition, that of a simulated baseline.
-        Raises: ConfigError: a model that cannot be built or cut, or a limit that leaves nothing for activations.
-        """
-        spec = job_spec(config)
-        schedule = job_schedule(config)
-        check_memory_limit(config, keeps_limits=schedule.keeps_memory_limits)
-        costs = cost_model(config, spec)
-        sub_microbatch = sub_microbatch_size(config, spec, costs)
-        choice = choose(config, spec, costs, sub_microbatch)
-        budget = MemoryRule.of(config).budget(spec, choice.partition)
-        budget.check()
-        return cls(
-            spec=spec,
-            partition=choice.partition,
-            section=config.planner,
-            costs=costs,
-            schedule=schedule,
-            sub_microbatch_size=sub_microbatch,
-            sharded=uses_fsdp(config.parallelism.mesh_shape, config.training, data_encoder=config.data_encoder),
-            regathered=config.regathered,
-            memory=MemoryChoices.planned(config.activation_checkpoint, config.planner),
-            submesh=Submesh.of(config),
-            activation_limits=budget.activation_limits,
-            check_plans=config.debug.check_plans,
-            partition_summary=choice.summary,
-        )
 
     def with_limits(
         self,
@@ -324,25 +278,3 @@ class IterationPlanner:
             name = batching.module_of(work)
             total[name] = total[name] + size if name in total else size
         return {name: self.spec.flops(name, size) for name, size in total.items()}
-
-
-def job_spec(config: Config) -> ModelSpec:
-    """The model of a job, which its degrees of parallelism divide. The job's schedule is not read.
-
-    Raises: ConfigError: it cannot be built or divided.
-    """
-    check_degrees(config)
-    check_window(config.model, config.training.seq_len)
-    return model_spec(config.model, dtype_bytes=DTYPE_BYTES[config.training.mixed_precision_param])
-
-
-def check_degrees(config: Config) -> None:
-    """Checks that the degrees of parallelism divide the model.
-
-    Raises: ConfigError: they do not; names the numbers and the degrees that fit.
-    """
-    tp = config.parallelism.tensor_parallel_degree
-    if tp > 1:
-        check_tensor_degree(config.model, tp, whole_encoder=config.data_encoder)
-    if config.parallelism.encoder_context_parallel == "patches":
-        check_patches_split(config.model)

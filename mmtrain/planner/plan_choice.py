@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Protocol
 
 from mmtrain.config.sections import PlannerConfig
+from mmtrain.costs.noise import EXACT, Noise
 from mmtrain.planner.first_plan import first_plan
-from mmtrain.planner.noise import EXACT, Noise
 from mmtrain.planner.plan import PlanResult
 from mmtrain.planner.search.numba_start import HAS_NUMBA
 from mmtrain.planner.search.search import SearchOptions, search

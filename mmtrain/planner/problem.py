@@ -8,16 +8,16 @@ import numpy as np
 
 from mmtrain.config.memory_amount import show_bytes
 from mmtrain.config.sections import PlannerConfig
+from mmtrain.costs.cost_model import CostModel, equal_layers
+from mmtrain.costs.overheads import charged
 from mmtrain.errors import PlanError
 from mmtrain.modality.catalogue import division_of
 from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.batching import Batching
-from mmtrain.planner.costs.cost_model import CostModel, equal_layers
 from mmtrain.planner.memory.options import BlockKind, BlockPrice, MemoryChoices, Offer, offer, shape_class, weighted
 from mmtrain.planner.partition.partition import Partition, StageSpec
 from mmtrain.schedule.library.greedy import components
 from mmtrain.schedule.library.memory import choose_options
-from mmtrain.schedule.overheads import charged
 from mmtrain.schedule.problem import Option, PlanningProblem
 from mmtrain.spec.memory_strategies import BlockMemory
 from mmtrain.spec.spec import LayerSpec, ModelSpec, ModuleSpec, WorkSize

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from mmtrain.errors import ConfigError
-from mmtrain.planner.forecast.breakdown import Breakdown, Part, label
 from mmtrain.schedule.view.drawing import GRID, INK, PAPER, Box, Drawing, Label
+from mmtrain.simulator.breakdown import Breakdown, Part, label
 
 HUES: dict[Part, tuple[str, str]] = {
     Part.MODEL_FLOPS: ("#2c7a3a", "#a8d8a4"),

@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mmtrain.planner.forecast.breakdown import Breakdown, Parts, label
 from mmtrain.run_page.breakdown_chart import HUES as HUES_OF_PARTS
 from mmtrain.run_page.measured import breakdown
 from mmtrain.run_page.runs import Run
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.view.drawing import COLOURS
+from mmtrain.simulator.breakdown import Breakdown, Parts, label
 
 MOST_POINTS = 2000
 """Points of a curve; in a longer run each point is the mean of several steps."""

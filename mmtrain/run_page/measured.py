@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from mmtrain.planner.forecast.breakdown import Breakdown, Part, Parts, computing
 from mmtrain.run_page.runs import Line
+from mmtrain.simulator.breakdown import Breakdown, Part, Parts, computing
 
 _KEYS = ("step_time_s", "data_time_s", "plan_time_s", "makespan_s", "program_s", "bubble")
 

@@ -21,8 +21,6 @@ from mmtrain.config.topology import MeshShape
 from mmtrain.errors import PlanError
 from mmtrain.modality.typical import Bins
 from mmtrain.parallel.mesh import build_mesh
-from mmtrain.planner.forecast.typical_iterations import usual_workload
-from mmtrain.planner.forecast.workloads import draw
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.plan import make_plan
 from mmtrain.planner.search.search import SearchOptions, search
@@ -39,6 +37,9 @@ from mmtrain.schedule.recipe import Recipe, Rule, Traversal
 from mmtrain.schedule.recipe.policy import plan_of
 from mmtrain.schedule.simulate import simulate
 from mmtrain.schedule.transport import check_transport
+from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.typical_iterations import usual_workload
+from mmtrain.simulator.workloads import draw
 from tests.ranks import run_ranks
 from tests.schedule.problems import as_units
 from tests.searches import random_plan
@@ -190,7 +191,7 @@ def drawn_problem(name: str) -> tuple[IterationPlanner, PlanningProblem]:
         'activation_checkpoint.mode="none"',
     ]
     job = config_module.load(name, overrides)
-    planner = IterationPlanner.of(job)
+    planner = job_planner(job)
     meta = draw(usual_workload(job), Bins.of(job), seed=3, iteration=0)
     return planner, planner.problem(meta, searched=True)[1]
 

@@ -3,9 +3,9 @@
 import pytest
 from overheads import hardware_text, scaled, uncharged
 
-from mmtrain.planner.operators.hardware import load_hardware
+from mmtrain.costs.operators.hardware import load_hardware
+from mmtrain.costs.overheads import Overheads, charged
 from mmtrain.schedule.action import COMPUTE
-from mmtrain.schedule.overheads import Overheads, charged
 from tests.planner.search.test_search import mixed
 
 OVERHEADS = Overheads(

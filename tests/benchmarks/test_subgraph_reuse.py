@@ -6,12 +6,12 @@ from subgraph_reuse.flat import flatten
 from subgraph_reuse.nest import Call, Leaf, Nest, chain
 from subgraph_reuse.reuse import Reuse
 
+from mmtrain.costs.operators.execution import run
+from mmtrain.costs.operators.graph import Device, DeviceKind, Graph, Operator, OpKind, TensorNode
 from mmtrain.errors import PlanError
-from mmtrain.planner.operators.execution import run
-from mmtrain.planner.operators.graph import Device, DeviceKind, Graph, Operator, OpKind, TensorNode
 from mmtrain.spec.spec import Rates, WorkSize
+from tests.costs.operators.graphs import LATENCIES, SIZES, nests
 from tests.examples import examples
-from tests.planner.operators.graphs import LATENCIES, SIZES, nests
 
 
 @given(nests())

@@ -16,7 +16,7 @@ from mmtrain.data.noise import noise_batch
 from mmtrain.modality.probes import mixed_iteration
 from mmtrain.models.batch import check_batch
 from mmtrain.planner.batching import check_conservation, make_batching
-from mmtrain.planner.shrink import shrink
+from mmtrain.simulator.shrink import shrink
 from mmtrain.spec.builders import model_spec
 from tests.jobs import layout, video_config, write_config, write_sound_config, write_video_config
 from tests.ranks import warm_ranks

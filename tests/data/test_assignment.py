@@ -14,6 +14,7 @@ from mmtrain.data.loader import Loader, Step
 from mmtrain.errors import DataError
 from mmtrain.planner.assignment.step_assigner import StepAssigner
 from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.simulator.job import job_planner
 from tests.data.samples import text_row, write_jsonl
 
 
@@ -34,7 +35,7 @@ def job(source: Path | str, dp: int = 1, *, seq_len: int = 256, **assignment: An
 @functools.cache
 def planner_of(seq_len: int) -> IterationPlanner:
     """The planner of `job`, whatever it reads."""
-    return IterationPlanner.of(job("unused", seq_len=seq_len))
+    return job_planner(job("unused", seq_len=seq_len))
 
 
 def loaded(job: Config, num: int, **options: Any) -> list[list[Step]]:

@@ -46,7 +46,7 @@ def test_noise_follows_its_seed_and_labels_the_ends_of_documents():
 
 def test_noise_of_clips_is_what_its_metadata_says():
     from mmtrain.modality.typical import Bins
-    from mmtrain.planner.forecast.workloads import draw
+    from mmtrain.simulator.workloads import draw
     from tests.data.videos import make_video_config
 
     config = make_video_config("x", dit={"in_channels": 5}, video_area=64)

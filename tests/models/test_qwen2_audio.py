@@ -15,7 +15,7 @@ from mmtrain.models.pretrained import load_pretrained
 from mmtrain.models.reference import ReferenceModel
 from mmtrain.models.spectrogram import row_patches, spectrogram_of
 from mmtrain.models.whole_reference import WholeModel
-from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.simulator.job import job_planner
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.modules import whole_kind
 from mmtrain.spec.shapes import language_shape
@@ -234,7 +234,7 @@ def test_the_job_of_the_real_sizes_is_cut(tmp_path):
     values = {"model_type": "qwen2_audio", "text_config": text, "audio_config": audio, "audio_token_index": 151646}
     (tmp_path / "config.json").write_text(json.dumps(values))
     job = config.load("qwen2_audio_7b.toml", [f"model.pretrained={tmp_path}", "planner.memory_limit=72GiB"])
-    planner = IterationPlanner.of(job)
+    planner = job_planner(job)
     assert whole_kind(job.model) == "qwen2_audio"
     assert planner.spec.num_params == pytest.approx(8.4e9, rel=2e-3), "as its card says"
     audio, norm = planner.spec.module("audio"), planner.spec.module("audio").layers[-2]

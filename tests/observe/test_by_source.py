@@ -1,10 +1,10 @@
 import torch
 
+from mmtrain.costs.cost_model import FlopsCosts
 from mmtrain.modality.metadata import DocumentMeta, IterationMeta, MicrobatchMeta
 from mmtrain.modality.typical import reference_sizes
 from mmtrain.models.batch import IGNORE_INDEX
 from mmtrain.observe.by_source import SourceTotals, source_sums, source_totals
-from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.partition.partition import partition
 from mmtrain.schedule.library.catalogue import CATALOGUE

@@ -17,9 +17,9 @@ from mmtrain.observe.out_of_memory import (
     live_tensors,
     requested_bytes,
 )
-from mmtrain.planner.forecast.workloads import draw
-from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.memory.limit import MemoryRule
+from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.workloads import draw
 
 GIB = 2**30
 CUDA_WORDS = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.2 GiB"
@@ -50,7 +50,7 @@ def test_other_errors_are_not():
 def context(folder: Path, *overrides: str, measured: float | None = 1.0 * GIB) -> OutOfMemoryContext:
     """The first step of the debug job, on its second rank."""
     job = config.load("debug_vlm.toml", [f"job.dump_folder={folder}", *overrides])
-    planner = IterationPlanner.of(job)
+    planner = job_planner(job)
     meta = draw("mix", Bins.of(job, 112), seed=0, iteration=0)
     return OutOfMemoryContext(
         config=job,

@@ -4,11 +4,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from mmtrain.costs.cost_model import FlopsCosts
 from mmtrain.modality.metadata import DocumentMeta, IterationMeta, MicrobatchMeta
 from mmtrain.modality.typical import reference_sizes
 from mmtrain.models.batch import IGNORE_INDEX
 from mmtrain.observe.validation import count_answers
-from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.partition.partition import partition
 from mmtrain.schedule.library.catalogue import CATALOGUE

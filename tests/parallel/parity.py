@@ -14,6 +14,7 @@ from mmtrain.config.data import DataConfig
 from mmtrain.config.model import ModelConfig
 from mmtrain.config.sections import ActivationCheckpointConfig, ParallelismConfig, PlannerConfig, TrainingConfig
 from mmtrain.config.topology import AXES, MeshShape
+from mmtrain.costs.cost_model import FlopsCosts
 from mmtrain.errors import PlanError
 from mmtrain.modality.submesh import Submesh
 from mmtrain.modality.typical import reference_sizes
@@ -25,10 +26,8 @@ from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.replica_data import ReplicaData
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.parallel.tensor import finish_gradients
-from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.memory.options import MemoryChoices
-from mmtrain.planner.partition.choice import partition_of
 from mmtrain.planner.partition.partition import partition
 from mmtrain.planner.search.search import SearchOptions, search
 from mmtrain.schedule.action import BRAID, Braid, Kind
@@ -39,6 +38,7 @@ from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.plan import check as check_plan
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.transport import check_transport
+from mmtrain.simulator.partition_choice import partition_of
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.memory_strategies import BlockMemory, StageMemory
 from mmtrain.spec.shapes import dit_shape

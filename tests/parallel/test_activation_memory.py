@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mmtrain.config.sections import ActivationCheckpointConfig, PlannerConfig
+from mmtrain.costs.cost_model import FlopsCosts
 from mmtrain.errors import ConfigError, PlanError
 from mmtrain.modality.bitfield import language_bits
 from mmtrain.modality.metadata import DocumentMeta, MicrobatchMeta
@@ -23,7 +24,6 @@ from mmtrain.parallel.activation_memory import ActivationMemory, saved_ops
 from mmtrain.parallel.grads import local_part
 from mmtrain.parallel.tensor import apply_tensor_parallel
 from mmtrain.parallel.weight_grads import WeightGrads
-from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.memory.options import MemoryChoices
 from mmtrain.planner.partition.partition import partition

@@ -12,6 +12,7 @@ import torch
 
 from mmtrain.config.model import EncoderConfig, LanguageConfig, ModelConfig, ProjectorConfig
 from mmtrain.config.topology import MeshShape
+from mmtrain.costs.cost_model import FlopsCosts
 from mmtrain.modality.bitfield import language_bits
 from mmtrain.modality.positions import token_positions
 from mmtrain.modality.submesh import Submesh
@@ -19,7 +20,6 @@ from mmtrain.models.attention.context import attention_context
 from mmtrain.models.batch import IGNORE_INDEX
 from mmtrain.models.build import build_chunk
 from mmtrain.models.initialise import init_weights
-from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.partition.partition import Partition
 from mmtrain.schedule.library.catalogue import CATALOGUE

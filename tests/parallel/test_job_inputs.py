@@ -10,12 +10,12 @@ import torch
 
 import mmtrain
 from mmtrain.config import config
+from mmtrain.costs.operators.hardware import load_hardware
 from mmtrain.launch.launched import Launched
 from mmtrain.parallel import job_inputs as module
 from mmtrain.parallel.alike import Subject
 from mmtrain.parallel.job_inputs import job_inputs
 from mmtrain.planner.job_schedule import job_schedule
-from mmtrain.planner.operators.hardware import load_hardware
 from tests.jobs import write_config
 
 FIRST = Launched(rank=0, world_size=1, local_rank=0, local_world_size=1)

@@ -7,6 +7,7 @@ import torch
 
 from mmtrain.config.config import uses_fsdp
 from mmtrain.config.topology import MeshShape
+from mmtrain.costs.cost_model import FlopsCosts
 from mmtrain.errors import PlanError
 from mmtrain.modality.catalogue import division_of
 from mmtrain.modality.submesh import Submesh
@@ -16,7 +17,6 @@ from mmtrain.parallel.feed import StepFeed
 from mmtrain.parallel.feeds.inputs import StepInputs
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
-from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.partition.partition import partition
 from mmtrain.schedule.library.catalogue import CATALOGUE

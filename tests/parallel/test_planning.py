@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from mmtrain.config.config import uses_fsdp
 from mmtrain.config.sections import PlannerConfig
 from mmtrain.config.topology import MeshShape
+from mmtrain.costs.cost_model import FlopsCosts
 from mmtrain.errors import DataError, PlanError
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.modality.typical import reference_sizes
@@ -22,7 +23,6 @@ from mmtrain.parallel.build import build_local_model
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.planning import PlanAhead, PlanStatus
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
-from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlan, IterationPlanner
 from mmtrain.planner.partition.partition import partition
 from mmtrain.planner.plan import PlanResult

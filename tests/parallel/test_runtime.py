@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mmtrain.config.topology import MeshShape
+from mmtrain.costs.cost_model import FlopsCosts
 from mmtrain.errors import DataError, PlanError
 from mmtrain.modality.typical import reference_sizes
 from mmtrain.parallel.build import build_local_model, check_same_program
@@ -14,7 +15,6 @@ from mmtrain.parallel.feed import StepFeed
 from mmtrain.parallel.feeds.inputs import StepInputs
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
-from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.partition.partition import partition
 from mmtrain.schedule.action import Action, Kind

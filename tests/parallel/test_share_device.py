@@ -12,7 +12,7 @@ from mmtrain.data.noise import noise_batch
 from mmtrain.errors import ConfigError
 from mmtrain.modality.typical import Bins
 from mmtrain.parallel.mesh import backend_of, pick_device
-from mmtrain.planner.forecast.workloads import draw
+from mmtrain.simulator.workloads import draw
 from tests.jobs import layout, video_config
 from tests.ranks import run_ranks
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mmtrain.config.sections import ActivationCheckpointConfig
 from mmtrain.config.topology import MeshShape
+from mmtrain.costs.cost_model import FlopsCosts
 from mmtrain.errors import PlanError
 from mmtrain.modality.bitfield import language_bits
 from mmtrain.modality.metadata import DocumentMeta, MicrobatchMeta
@@ -30,7 +31,6 @@ from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.parallel.tensor import apply_tensor_parallel
 from mmtrain.parallel.weight_grads import WeightGrads
-from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.partition.partition import partition
 from mmtrain.schedule.library.catalogue import CATALOGUE

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.config.sections import PlannerConfig
+from mmtrain.costs.cost_model import FlopsCosts
 from mmtrain.errors import DataError, PlanError
 from mmtrain.modality.metadata import ClipMeta, IterationMeta, MicrobatchMeta
 from mmtrain.modality.submesh import Submesh
 from mmtrain.modality.typical import reference_sizes
 from mmtrain.planner.batching import Batching, check_conservation, make_batching
-from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.layout import IterationLayout
 from mmtrain.planner.partition.partition import partition
 from mmtrain.planner.problem import make_problem

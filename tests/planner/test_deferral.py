@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mmtrain.costs.cost_model import FlopsCosts
 from mmtrain.errors import DataError
 from mmtrain.modality.images import ImagesLayout
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta, without_deferral
 from mmtrain.modality.submesh import Submesh
 from mmtrain.modality.typical import reference_sizes
 from mmtrain.planner.batching import Batching, check_conservation, make_batching
-from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.deferral import oversize_pairs
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.layout import IterationLayout

@@ -4,9 +4,9 @@ import pytest
 
 from mmtrain.config import config
 from mmtrain.errors import ConfigError
-from mmtrain.planner.partition.choice import partition_of
 from mmtrain.planner.partition.partition import Partition
 from mmtrain.schedule.library.catalogue import CATALOGUE
+from mmtrain.simulator.partition_choice import partition_of
 from mmtrain.spec.builders import model_spec
 
 TEXT = """

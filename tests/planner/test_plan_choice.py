@@ -8,8 +8,6 @@ from mmtrain.errors import PlanError
 from mmtrain.modality.metadata import DocumentMeta, IterationMeta, MicrobatchMeta
 from mmtrain.modality.typical import Bins
 from mmtrain.planner.first_plan import first_plan
-from mmtrain.planner.forecast.workloads import draw
-from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.job_schedule import job_schedule
 from mmtrain.planner.memory.limit import MemoryRule
 from mmtrain.planner.plan import PlanResult, make_plan
@@ -23,6 +21,8 @@ from mmtrain.planner.plan_choice import (
 )
 from mmtrain.planner.search.search import SearchOptions, search
 from mmtrain.schedule.plan import Plan
+from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.workloads import draw
 from tests.schedule.problems import as_units, chain, two_modules
 
 PROBLEM = two_modules(2, [1, 0, 2])
@@ -117,7 +117,7 @@ def test_blocks_are_in_the_plans_of_the_schedule_and_of_the_search():
 def test_the_first_plan_under_a_tight_limit_is_near_the_search(words):
     more = ["planner.hardware=h800x16", "parallelism.tensor_parallel_degree=1", 'activation_checkpoint.mode="none"']
     job = config.load("vlm_s.toml", [*more, "training.global_batch_size=32", 'planner.memory_limit="92%"', *words])
-    planner = IterationPlanner.of(job)
+    planner = job_planner(job)
     limits = MemoryRule.of(job).budget(planner.spec, planner.partition).activation_limits
     meta = draw("mix", Bins.of(job), seed=0, iteration=0)
     problem = planner.with_limits(limits).problem(meta, searched=True)[1]
@@ -134,7 +134,7 @@ def test_the_first_plan_under_a_tight_limit_is_near_the_search(words):
 
 def test_images_of_a_microbatch_can_stay_together():
     sizes = [
-        IterationPlanner.of(config.load("debug_vlm.toml", [f"planner.sub_microbatch={word}"])).sub_microbatch_size
+        job_planner(config.load("debug_vlm.toml", [f"planner.sub_microbatch={word}"])).sub_microbatch_size
         for word in ("true", "false")
     ]
     assert sizes == [8, 0]
@@ -142,7 +142,7 @@ def test_images_of_a_microbatch_can_stay_together():
 
 def test_an_iteration_is_planned_in_parts_as_in_one_go():
     job = config.load("debug_vlm.toml", ["planner.enable=true"])
-    planner = IterationPlanner.of(job)
+    planner = job_planner(job)
     meta = draw("mix", Bins.of(job, 112), seed=0, iteration=0, replica=0)
     whole = planner.plan(meta)
     iteration = planner.prepare(meta, searched=True)
@@ -179,7 +179,7 @@ def test_a_job_offloads_first_chunks_as_far_as_its_limit_needs():
         "model.language.config.max_position_embeddings=4096",
     ]
     job = config.load("debug_text.toml", [*words, 'planner.memory_limit="90GB"'])
-    planner = IterationPlanner.of(job)
+    planner = job_planner(job)
     document = DocumentMeta(sample=0, num_tokens=4096, num_targets=4096, images=())
     meta = IterationMeta(microbatches=(MicrobatchMeta(documents=(document,)),) * 8)
     wide = planner.problem(meta, searched=True)[1]

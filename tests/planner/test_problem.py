@@ -3,14 +3,14 @@ from dataclasses import replace
 import pytest
 
 from mmtrain.config.sections import PlannerConfig
+from mmtrain.costs.cost_model import FlopsCosts, LayerTimes
+from mmtrain.costs.overheads import Overheads
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.batching import make_batching
-from mmtrain.planner.costs.cost_model import FlopsCosts, LayerTimes
 from mmtrain.planner.partition.partition import partition
 from mmtrain.planner.problem import LEAST_BACKWARD_S, make_problem
 from mmtrain.schedule.action import Kind
-from mmtrain.schedule.overheads import Overheads
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.spec.spec import ModelSpec, ModuleSpec, Rates, WorkSize
 from tests.planner.specs import META, microbatch, vlm

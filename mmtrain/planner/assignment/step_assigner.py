@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 
 from mmtrain.config.assignment import AssignmentConfig
 from mmtrain.config.config import Config
+from mmtrain.costs.job_costs import cost_model
 from mmtrain.errors import PlanError
 from mmtrain.modality.metadata import DocumentMeta, IterationMeta, MicrobatchMeta
 from mmtrain.planner.assignment.assign import assign
 from mmtrain.planner.assignment.assignment import AssignedMicrobatch, Assignment, language_samples
-from mmtrain.planner.costs.job_costs import cost_model
+from mmtrain.planner.assignment.sample_costs import SamplePricer
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.plan_choice import search_options
-from mmtrain.planner.sample_costs import SamplePricer
 from mmtrain.planner.search.search import shortest_s
 
 JUDGED = 30

@@ -16,9 +16,9 @@ from typing import Any
 
 from mmtrain.config.config import Config
 from mmtrain.config.memory_amount import MemoryAmount, show_gib
+from mmtrain.costs.operators.cluster import Cluster
 from mmtrain.errors import ConfigError
 from mmtrain.planner.memory.rank_state import RankState, Sharding
-from mmtrain.planner.operators.cluster import Cluster
 from mmtrain.planner.partition.partition import Partition
 from mmtrain.schedule.library.greedy import components
 from mmtrain.schedule.plan import exceeds

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmtrain.config.sections import ActivationCheckpointConfig, PlannerConfig
-from mmtrain.planner.costs.cost_model import HostCopy
+from mmtrain.costs.cost_model import HostCopy
 from mmtrain.spec.memory_strategies import BlockMemory, StageMemory, strategies_of
 from mmtrain.spec.recomputation import STATIC, Recomputation
 from mmtrain.spec.spec import WorkSize

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from mmtrain.config.config import Config, uses_fsdp
 from mmtrain.config.topology import Coordinates, MeshShape
-from mmtrain.planner.forecast.machine import Network
-from mmtrain.planner.operators.graph import OpKind
+from mmtrain.costs.machine import Network
+from mmtrain.costs.operators.graph import OpKind
 from mmtrain.planner.partition.partition import Partition, StageSpec
 from mmtrain.spec.builders import DTYPE_BYTES
 from mmtrain.spec.spec import ModelSpec

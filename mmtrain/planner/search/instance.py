@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mmtrain.costs.noise import Factors
 from mmtrain.errors import PlanError
-from mmtrain.planner.noise import Factors
 from mmtrain.planner.search.kernels.arrays import (
     COMPONENT,
     CONTENTION,

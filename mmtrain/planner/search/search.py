@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mmtrain.costs.noise import EXACT, Factors, Noise
 from mmtrain.errors import PlanError
 from mmtrain.planner.bound import lower_bound_s
-from mmtrain.planner.noise import EXACT, Factors, Noise
 from mmtrain.planner.plan import PlanResult, make_plan
 from mmtrain.planner.search.chains import AnnealChain, Chain, DepthFirstChain, RandomChain, Start, TreeChain
 from mmtrain.planner.search.evaluate import LAST_ITERATIONS, cost_of, evaluate, fit_memory, join

@@ -12,9 +12,9 @@ from mmtrain.commands.cli import main
 from mmtrain.config import config
 from mmtrain.config.memory_amount import MemoryAmount, show_bytes, show_gib
 from mmtrain.errors import ConfigError, PlanError
-from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.memory.limit import BudgetHistory, MemoryBudget, MemoryRule, least_activation_bytes
 from mmtrain.planner.plan import make_plan
+from mmtrain.simulator.job import job_planner
 from tests.examples import examples
 from tests.schedule.problems import chain, option, problems
 
@@ -27,13 +27,13 @@ NOTHING = (0.0, 0.0)
 def budget(*overrides: str, device_bytes: float | None = None, process_bytes: float = 0.0) -> MemoryBudget:
     """That of the debug job."""
     job = config.load("debug_vlm.toml", overrides)
-    planner = IterationPlanner.of(config.load("debug_vlm.toml"))
+    planner = job_planner(config.load("debug_vlm.toml"))
     return MemoryRule.of(job, device_bytes).budget(planner.spec, planner.partition, process_bytes)
 
 
 def count(pp_rank: int) -> int:
     """Parameters of a pipeline rank."""
-    planner = IterationPlanner.of(config.load("debug_vlm.toml"))
+    planner = job_planner(config.load("debug_vlm.toml"))
     return sum(
         layer.num_params
         for stage in planner.partition.of_rank(pp_rank)
@@ -202,7 +202,7 @@ def test_a_device_of_known_hardware_is_a_limit_for_those_who_ask():
 
 def test_a_part_of_hardware_is_known_before_the_job_starts():
     job = config.load("debug_vlm.toml", ["planner.memory_limit=90%", "planner.hardware=a40x2"])
-    limits = IterationPlanner.of(job).activation_limits
+    limits = job_planner(job).activation_limits
     assert limits is not None
     assert MemoryRule.of(job).limit_bytes == pytest.approx(0.9 * 48e9)
     assert limits[0] == pytest.approx(0.9 * 0.95 * 48e9 - 16 * count(0))
@@ -222,22 +222,22 @@ def test_the_budget_without_a_limit_predicts_and_limits_nothing():
 
 def meta():
     from mmtrain.modality.typical import Bins
-    from mmtrain.planner.forecast.workloads import draw
+    from mmtrain.simulator.workloads import draw
 
     return draw("mix", Bins.of(config.load("debug_vlm.toml"), 112), seed=0, iteration=0)
 
 
 def test_problems_have_the_limits():
-    planner = IterationPlanner.of(config.load("debug_vlm.toml", ["planner.memory_limit=1GiB"]))
+    planner = job_planner(config.load("debug_vlm.toml", ["planner.memory_limit=1GiB"]))
     assert planner.problem(meta())[1].memory_limit_bytes == planner.activation_limits
     assert planner.with_limits((1.0, None)).problem(meta())[1].memory_limit_bytes == (1.0, None)
-    free = IterationPlanner.of(config.load("debug_vlm.toml"))
+    free = job_planner(config.load("debug_vlm.toml"))
     assert free.activation_limits is None
     assert free.problem(meta())[1].memory_limit_bytes == (None, None)
 
 
 def test_a_part_of_an_unknown_device_is_refused_where_it_would_be_ignored():
-    planner = IterationPlanner.of(config.load("debug_vlm.toml", ["planner.memory_limit=90%"]))
+    planner = job_planner(config.load("debug_vlm.toml", ["planner.memory_limit=90%"]))
     with pytest.raises(ConfigError, match=r'memory_limit = "90%" is a part of a device whose memory is not known here'):
         planner.problem(meta())
 
@@ -337,7 +337,7 @@ def test_what_a_backward_brings_back_needs_room_too():
 
 
 def test_a_batch_that_does_not_fit_beside_grown_margins_is_planned_without_them():
-    planner = IterationPlanner.of(config.load("debug_vlm.toml", ["planner.memory_limit=1GiB"]))
+    planner = job_planner(config.load("debug_vlm.toml", ["planner.memory_limit=1GiB"]))
     least = least_activation_bytes(planner.problem(meta(), searched=True)[1])
     tight, wide = [0.9 * needed for needed in least], [1.1 * needed for needed in least]
     iteration, first = planner.with_limits(tight).prepared(meta(), searched=True)
@@ -382,9 +382,9 @@ def test_another_limit_or_another_pipeline_starts_anew():
 
 def test_the_partition_search_knows_the_limit():
     """Candidates whose parameters alone are over the limit have no plan."""
-    from mmtrain.planner.forecast.typical_iterations import TypicalIterations
+    from mmtrain.simulator.typical_iterations import TypicalIterations
 
-    planner = IterationPlanner.of(config.load("debug_vlm.toml"))
+    planner = job_planner(config.load("debug_vlm.toml"))
     for text, finite in (("8MB", False), ("1GiB", True)):
         job = config.load("debug_vlm.toml", [f"planner.memory_limit={text}"])
         typical = TypicalIterations.draw(job, planner.spec, planner.costs, 8, most_microbatches=2)

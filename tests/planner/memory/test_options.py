@@ -9,13 +9,11 @@ from hypothesis import strategies as st
 
 from mmtrain.config import config
 from mmtrain.config.sections import ActivationCheckpointConfig, PlannerConfig
+from mmtrain.costs.cost_model import FlopsCosts, HostCopy
 from mmtrain.errors import PlanError
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.modality.typical import Bins
 from mmtrain.planner.batching import make_batching
-from mmtrain.planner.costs.cost_model import FlopsCosts, HostCopy
-from mmtrain.planner.forecast.workloads import draw
-from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.memory.options import (
     CANDIDATES,
     BlockKind,
@@ -32,6 +30,8 @@ from mmtrain.planner.search.search import SearchOptions, search
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.plan import check
 from mmtrain.schedule.problem import Option, PlanningProblem
+from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.workloads import draw
 from mmtrain.spec.memory_strategies import BlockMemory, StageMemory, strategies_of
 from mmtrain.spec.spec import WorkSize
 from tests.examples import examples
@@ -218,7 +218,7 @@ def test_where_all_can_be_kept_it_is() -> None:
     """Room for what recomputation would bring back must not cost a plan that recomputes nothing."""
     job = config.load("debug_vlm.toml", ["--training.global_batch_size=8"])
     meta = draw("mix", Bins.typical(job), seed=0, iteration=0)
-    planner = replace(IterationPlanner.of(job), section=replace(job.planner, split_backward=False))
+    planner = replace(job_planner(job), section=replace(job.planner, split_backward=False))
     free = planner.first(planner.prepare(meta, searched=True))
     assert free.timeline is not None
     for names in (("keep",), ("keep", "selective", "recompute"), ("keep", "recompute", "offload")):
@@ -262,7 +262,7 @@ def test_the_first_plan_of_any_schedule_fits_if_its_orders_can() -> None:
     base = ["planner.enable=true", "parallelism.pipeline_parallel_schedule=1F1B", "training.global_batch_size=8"]
     job = config.load("debug_vlm.toml", [f"--{key}" for key in base])
     meta = draw("mix", Bins.typical(job), seed=0, iteration=0)
-    planner = IterationPlanner.of(job)
+    planner = job_planner(job)
     free = planner.first(planner.prepare(meta, searched=True))
     assert free.timeline is not None
     limits = [0.8 * peak for peak in free.timeline.peak_bytes]
@@ -293,7 +293,7 @@ def test_a_strategy_more_never_makes_a_limit_impossible(share: float) -> None:
     """Three offloaded blocks come back at once: here that is more than the limit, and more than recomputing needs."""
     job = config.load("debug_vlm.toml", ["--planner.enable=true"])
     meta = draw("mix", Bins.typical(job), seed=0, iteration=0)
-    planner = IterationPlanner.of(job)
+    planner = job_planner(job)
     free = planner.first(planner.prepare(meta, searched=True))
     assert free.timeline is not None
     limits = [share * max(free.timeline.peak_bytes)] * 2

@@ -1,10 +1,11 @@
 import pytest
 
 from mmtrain.config import config
-from mmtrain.planner.forecast.machine import NominalNetwork
+from mmtrain.costs.machine import NominalNetwork
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.memory.rank_state import RankState, Sharding
 from mmtrain.schedule.problem import P2P
+from mmtrain.simulator.job import job_planner
 
 NETWORK = NominalNetwork(p2p=P2P(latency_s=0.5, bytes_per_s=1e6))
 
@@ -12,7 +13,7 @@ NETWORK = NominalNetwork(p2p=P2P(latency_s=0.5, bytes_per_s=1e6))
 def held(*overrides: str, pp_rank: int = 0) -> tuple[RankState, Sharding, IterationPlanner]:
     """What a pipeline rank of the debug job holds. Args: overrides: of [parallelism], or of a section that is named."""
     job = config.load("debug_vlm.toml", [o if "." in o else f"parallelism.{o}" for o in overrides])
-    planner, sharding = IterationPlanner.of(job), Sharding.of(job)
+    planner, sharding = job_planner(job), Sharding.of(job)
     return sharding.rank_state(planner.spec, planner.partition, pp_rank), sharding, planner
 
 

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mmtrain.costs.noise import Noise
+from mmtrain.costs.overheads import Overheads, charged
 from mmtrain.planner.judge import judge
-from mmtrain.planner.noise import Noise
 from mmtrain.planner.plan_json import plan_to_json
 from mmtrain.planner.search.evaluate import cost_of, evaluate, join
 from mmtrain.planner.search.instance import Searched
@@ -16,7 +17,6 @@ from mmtrain.planner.search.kernels.arrays import Decoder
 from mmtrain.planner.search.orders import by_component, component_orders
 from mmtrain.planner.search.search import SearchOptions, search
 from mmtrain.schedule.action import Kind
-from mmtrain.schedule.overheads import Overheads, charged
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import Option, PlanningProblem
 from mmtrain.schedule.simulate import simulate

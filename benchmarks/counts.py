@@ -1,0 +1,113 @@
+"""python benchmarks/counts.py [--list]
+
+How large the package is, as a reader meets it: lines, files and functions that are long, import cycles, the largest
+room, and files outside of a model family's folder that name it. `--list` also prints each of them.
+"""
+
+import argparse
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent / "mmtrain"
+LONG_FUNCTION, LONG_FILE = 60, 400
+FAMILIES = r"qwen2_vl|qwen3_vl|qwen2_5_vl|qwen2_audio|qwen2vl|qwen3vl|whisper|llava|siglip"
+
+
+def sources() -> dict[str, str]:
+    """Module name -> text of its file."""
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = ("mmtrain", *path.relative_to(ROOT).with_suffix("").parts)
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text()
+    return found
+
+
+def long_functions(trees: dict[str, ast.Module]) -> list[str]:
+    functions = ast.FunctionDef, ast.AsyncFunctionDef
+    return [
+        f"{module}.{node.name} ({node.end_lineno - node.lineno + 1})"
+        for module, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, functions) and node.end_lineno and node.end_lineno - node.lineno + 1 > LONG_FUNCTION
+    ]
+
+
+def imports(tree: ast.Module, known: dict[str, ast.Module]) -> Iterator[str]:
+    """Modules of the package that a file imports, at its top, in functions and for type checkers."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                if full in known or node.module in known:
+                    yield full if full in known else node.module
+
+
+def cycles(trees: dict[str, ast.Module]) -> list[str]:
+    """Groups of files that import each other, directly or through others (strongly connected, by Tarjan's method)."""
+    graph = {module: sorted(set(imports(tree, trees))) for module, tree in trees.items()}
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    groups: list[str] = []
+
+    def visit(module: str) -> None:
+        index[module] = low[module] = len(index)
+        stack.append(module)
+        for other in graph[module]:
+            if other not in index:
+                visit(other)
+            if other in stack:
+                low[module] = min(low[module], low[other])
+        if low[module] == index[module]:
+            start = stack.index(module)
+            group, stack[start:] = stack[start:], []
+            if len(group) > 1:
+                groups.append(", ".join(group))
+
+    for module in graph:
+        if module not in index:
+            visit(module)
+    return groups
+
+
+def families(texts: dict[str, str]) -> dict[str, list[str]]:
+    """Model family -> files outside of its folder that name it."""
+    found: dict[str, list[str]] = {}
+    for module, text in texts.items():
+        plain = text.lower().replace("-", "_").replace(".", "_")
+        names = {re.sub(r"qwen(\d)vl", r"qwen\1_vl", name) for name in re.findall(rf"(?<![a-z])(?:{FAMILIES})", plain)}
+        for name in names:
+            if f".families.{name}" not in module:
+                found.setdefault(name, []).append(module)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[1], allow_abbrev=False)
+    parser.add_argument("--list", action="store_true", help="also print what was counted")
+    every = parser.parse_args().list
+    texts = sources()
+    trees = {module: ast.parse(text) for module, text in texts.items()}
+    lines = {module: text.count("\n") for module, text in texts.items()}
+    rooms = Counter(module.split(".")[1] for module in texts if "." in module)
+    room, files = rooms.most_common(1)[0]
+    rows = {
+        "import cycles": cycles(trees),
+        f"functions over {LONG_FUNCTION} lines": long_functions(trees),
+        f"files over {LONG_FILE} lines": [f"{m} ({n})" for m, n in lines.items() if n > LONG_FILE],
+    }
+    print(f"lines: {sum(lines.values()):,} in {len(lines)} files")
+    print(f"largest room: {room}, {files} files, {files / len(lines):.0%}")
+    for name, found in rows.items():
+        print(f"{name}: {len(found)}", *(found if every else []), sep="\n  " if every else "")
+    for name, users in sorted(families(texts).items()):
+        print(f"files that name {name}: {len(users)}", *(users if every else []), sep="\n  " if every else "")
+
+
+if __name__ == "__main__":
+    main()

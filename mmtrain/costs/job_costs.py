@@ -1,0 +1,33 @@
+"""The cost model that a job's config selects. Pure."""
+
+from mmtrain.config.config import Config
+from mmtrain.costs.cost_model import CostModel, FlopsCosts
+from mmtrain.costs.measured_costs import MeasuredCosts
+from mmtrain.costs.operator_costs import OperatorCosts
+from mmtrain.errors import ConfigError
+from mmtrain.modality.submesh import Submesh
+from mmtrain.spec.spec import ModelSpec
+
+
+def cost_model(config: Config, spec: ModelSpec) -> CostModel:
+    """The cost model that `[planner]` selects: measured, simulated, or FLOPs over one rate.
+
+    Raises:
+        ConfigError: the hardware does not exist or does not fit, the profile belongs to another job, or blocks are
+            wanted and no cost says what they hide.
+        PlanError: the profile cannot be read.
+    """
+    costs: CostModel
+    if config.planner.profile:
+        costs = MeasuredCosts.of(config, spec)
+    elif config.planner.hardware:
+        costs = OperatorCosts.of(config, spec)
+    else:
+        costs = FlopsCosts.of(config.planner, shares=Submesh.of(config).size)
+    if config.planner.braid and costs.contention == 1:
+        raise ConfigError(
+            "planner.braid = true, but the costs do not say what blocks hide: profiles and planner.flops_per_s know no "
+            "exchanges apart, and hardware with contention = 1 hides none; set planner.hardware to a GPU, or remove "
+            "planner.braid"
+        )
+    return costs

@@ -1,0 +1,114 @@
+"""Costs from a measured profile. Pure."""
+
+from dataclasses import dataclass
+
+from mmtrain.config.config import Config
+from mmtrain.costs.cost_model import PCIE, FlopsCosts, HostCopy, LayerTimes
+from mmtrain.costs.noise import Noise
+from mmtrain.costs.overheads import Overheads
+from mmtrain.costs.profile.profile import SPLIT_TIMES, Profile, check_fits
+from mmtrain.modality.submesh import Submesh
+from mmtrain.schedule.problem import P2P
+from mmtrain.spec.recomputation import Recomputation
+from mmtrain.spec.spec import LayerSpec, ModelSpec, ModuleSpec, WorkSize
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredCosts:
+    """Seconds of layers, actions and transfers from a profile: a `CostModel`."""
+
+    profile: Profile
+    p2p: P2P
+    host_copy: HostCopy = PCIE
+    several_ranks: bool = False
+    """Whether there are several pipeline ranks."""
+    shares: int = 1
+    """Ranks of a stage's submesh; several exchange within the measured layers."""
+
+    @classmethod
+    def of(cls, config: Config, spec: ModelSpec) -> "MeasuredCosts":
+        """The costs of a job from the profile in the file `planner.profile`.
+
+        A profile of one pipeline rank has no transfers; their latency and rate are then those of `[planner]`.
+
+        Raises:
+            ConfigError: the profile belongs to another model, dtype or submesh of ranks.
+            PlanError: the file cannot be read.
+        """
+        section = config.planner
+        profile = Profile.read(section.profile)
+        check_fits(profile, config, spec, section.profile)
+        nominal, transfer = FlopsCosts.of(section), profile.transfer
+        return cls(
+            profile=profile,
+            p2p=P2P(latency_s=transfer.latency_s, bytes_per_s=1 / transfer.byte_s) if transfer else nominal.p2p,
+            host_copy=profile.host_copy or nominal.host_copy,
+            several_ranks=config.parallelism.pipeline_parallel_degree > 1,
+            shares=Submesh.of(config).size,
+        )
+
+    def layer(self, module: ModuleSpec, index: int, size: WorkSize, *, input_grad: bool) -> LayerTimes:
+        """Seconds of a layer as fitted; a split backward is slower where keeping the tensors for W takes time.
+
+        If the layer was measured with the gradient of its input and is needed without it, or the other way round, its
+        backward is scaled by FLOPs.
+        """
+        layer = module.layers[index]
+        fit = self.profile.layer(module.name, layer)
+        if not (input_grad or layer.trainable):
+            return LayerTimes(forward_s=fit.at("forward", size))
+        forward_s, backward_s, weight_s = (fit.at(name, size) for name in ("forward", "backward", "backward_weight"))
+        split_s = sum(fit.at(name, size) for name in SPLIT_TIMES) - forward_s - backward_s if weight_s else 0.0
+        weight_s = min(backward_s, weight_s)
+        input_s = backward_s - weight_s
+        input_s = max(0.0, input_s - self._repeated(layer, forward_s, size, self.profile.recomputation))
+        if input_grad != fit.input_grad:
+            wanted_flops, measured_flops = (
+                layer.flops(size, input_grad=grad).backward_input for grad in (input_grad, fit.input_grad)
+            )
+            per_flop = forward_s / max(1.0, layer.flops(size).forward)
+            input_s = input_s * wanted_flops / measured_flops if measured_flops else input_s + wanted_flops * per_flop
+        return LayerTimes(
+            forward_s=forward_s, backward_input_s=input_s, backward_weight_s=weight_s, split_s=max(0.0, split_s)
+        )
+
+    def repeated_s(self, module: ModuleSpec, index: int, size: WorkSize, recomputation: Recomputation) -> float:
+        """Seconds of the part of the layer's forward that recomputation repeats: as measured, else by FLOPs."""
+        layer = module.layers[index]
+        return self._repeated(layer, self.profile.layer(module.name, layer).at("forward", size), size, recomputation)
+
+    def repeated_exchange_s(
+        self, module: ModuleSpec, index: int, size: WorkSize, recomputation: Recomputation
+    ) -> float:
+        """0: layers were measured with their exchanges."""
+        return 0.0
+
+    @property
+    def contention(self) -> float:
+        """1: exchanges are unknown, so none is hidden."""
+        return 1.0
+
+    def _repeated(self, layer: LayerSpec, forward_s: float, size: WorkSize, recomputation: Recomputation) -> float:
+        if not recomputation.recomputes(layer):
+            return 0.0
+        measured = self.profile.repeats.get(recomputation.name)
+        return forward_s * (recomputation.repeated_share(layer, size) if measured is None else measured)
+
+    @property
+    def overheads(self) -> Overheads:
+        """Seconds of actions and messages, as measured."""
+        return self.profile.overheads
+
+    @property
+    def noise(self) -> Noise:
+        """The residuals of the profile's fits."""
+        return self.profile.noise
+
+    def step_s(self, num_params: int) -> float:
+        """Seconds of the end of a step on a rank whose shard has `num_params` trainable parameters."""
+        step = self.profile.step
+        return step.fixed_s + step.param_s * num_params + (step.pipeline_s if self.several_ranks else 0.0)
+
+    def without_exchanges(self) -> "MeasuredCosts | None":
+        """These costs where one rank computes a layer; else None, as layers were measured with their exchanges."""
+        return self if self.shares == 1 else None
