@@ -44,7 +44,7 @@ from mmtrain.planner.plan import PlanResult, make_plan
 from mmtrain.planner.plan_choice import PLANNED
 from mmtrain.planner.search.search import SearchOptions, search
 from mmtrain.schedule.action import RESULT_OF
-from mmtrain.schedule.graph import Result
+from mmtrain.schedule.items import Result
 from mmtrain.schedule.library.names import ScheduleName
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import P2P, Option, PlanningProblem

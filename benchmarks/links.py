@@ -18,7 +18,7 @@ from mmtrain.modality.typical import Bins
 from mmtrain.planner.plan import make_plan
 from mmtrain.planner.plan_choice import PLANNED, searched_plan
 from mmtrain.schedule.action import RESULT_OF
-from mmtrain.schedule.graph import Result
+from mmtrain.schedule.items import Result
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import simulate

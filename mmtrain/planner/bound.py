@@ -4,7 +4,8 @@ import heapq
 from collections.abc import Iterable
 
 from mmtrain.schedule.action import Kind
-from mmtrain.schedule.graph import Edge, Result
+from mmtrain.schedule.graph import Edge
+from mmtrain.schedule.items import Result
 from mmtrain.schedule.problem import PlanningProblem
 
 

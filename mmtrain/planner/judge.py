@@ -8,7 +8,7 @@ from mmtrain.planner.bound import lower_bound_s
 from mmtrain.planner.plan import make_plan
 from mmtrain.planner.plan_json import PlanRow, PlanText, plan_of, read_plan_text
 from mmtrain.schedule.action import RESULT_OF, Kind
-from mmtrain.schedule.graph import Result
+from mmtrain.schedule.items import Result
 from mmtrain.schedule.plan import Plan, exceeds, held_bytes
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import simulate

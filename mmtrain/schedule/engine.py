@@ -1,22 +1,58 @@
 """The engine: when an action may start, and which actions its end makes ready.
 
 An action may start once all results that it needs have arrived on its rank, and once its rank is free. A result is
-available on its own rank at once and on another rank after its transfer; transfers occupy no rank. This rule is
-implemented here only. The code that chooses the next action is a *policy*:
+available on its own rank at once and on another rank after its transfer; transfers occupy no rank.
 
-- `follow`: given orders (the simulator, the check for deadlocks, the global order of lowering);
-- `library.one_f_one_b`: a table of queues, turns and in-flight limits, in unit time;
-- `library.greedy`: the earliest start, within memory limits;
-- `library.list_schedule`: rules in the order of time, within memory limits;
-- `library.controllable_memory`: fixed sequences, with weight gradients where a rank would idle.
+`Run` executes given orders: the simulator, the check for deadlocks, the global order of lowering. `Engine.run` makes
+orders in the order of time: a `Policy` says what an idle rank starts. Policies are
 
-The end of an action, and so the earliest start of its dependents, is known when it starts. Policies that decide in the
-order of time read `arrival`, or keep a heap of the items that `start` returns.
+- `table`: queues, turns and in-flight limits, in unit time (1F1B and what follows from it);
+- `recipe.choice`: a recipe, also `interleave`;
+- `library.list_schedule`: rules by cost, within memory limits.
+
+`library.memory` decides what limits admit. Two kernels repeat all of this in machine code for searches that make
+thousands of orders a second: `recipe.kernel`, with equal orders, and `planner.search.kernels.decode`, whose plans are
+simulated by `Run`. What fills given orders with weight gradients (`library.controllable_memory`, `passes.separate`)
+asks `Engine.start` alone.
 """
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Iterable, Sequence
 
 from mmtrain.schedule.items import Items
+
+
+class Policy:
+    """What the ranks start; `Engine.run` calls it."""
+
+    seconds: Sequence[float | None]
+    """[item] -> duration of its action; None: there is none."""
+    all_decide = False
+    """Whether all idle ranks decide whenever something happens; else those where it happens."""
+    at_once = False
+    """Whether an action without duration ends before the next rank decides; else what ranks start at one time is
+    visible to others afterwards."""
+
+    def arrive(self, item: int) -> None:
+        """All that an item needs has arrived on its rank."""
+
+    def end(self, item: int) -> None:
+        """An action ends; its rank is idle."""
+
+    def turns(self, idle: list[int], now: float) -> Iterable[int]:
+        """The ranks in the order in which they decide."""
+        return idle
+
+    def choose(self, rank: int, now: float) -> int | None:
+        """The item that an idle rank starts now; None: it waits."""
+        raise NotImplementedError
+
+    def start(self, item: int, now: float, end: float) -> None:
+        """An action starts."""
+
+    def force(self, now: float) -> int | None:
+        """The item that starts now although nothing goes on by the rules; None: nothing remains, or nothing can."""
+        return None
 
 
 class Engine:
@@ -30,9 +66,12 @@ class Engine:
         """[item] -> when all other results it needs have arrived on its rank."""
         self.end: list[float | None] = [None] * items.num_items
         """[item] -> when its action ends; None: not started."""
-        self._dependents = items.dependents
-        # Index -1, the last entry, is `SAME_RANK`.
-        self._message_s = [*([0.0] * items.num_messages if message_s is None else message_s), 0.0]
+        self.items, self._dependents = items, items.dependents
+        self.message_s = [*([0.0] * items.num_messages if message_s is None else message_s), 0.0]
+        """[message]; index -1, the last entry, is `SAME_RANK`."""
+        self._events: list[tuple[float, int, int, int]] = []
+        """Heap of (time, number, rank, item)."""
+        self._count = 0
 
     def start(self, item: int, end: float) -> list[int]:
         """Starts an action that ends at a given time; returns the items whose needed actions have now all started."""
@@ -40,7 +79,7 @@ class Engine:
             return []  # the result exists already: the first one counts
         self.end[item] = end
         ready = []
-        waiting, arrival, message_s = self.waiting, self.arrival, self._message_s
+        waiting, arrival, message_s = self.waiting, self.arrival, self.message_s
         for dependent, message in self._dependents[item]:
             when = end + message_s[message]
             if when > arrival[dependent]:
@@ -49,6 +88,63 @@ class Engine:
             if not waiting[dependent]:
                 ready.append(dependent)
         return ready
+
+    def run(self, policy: Policy) -> list[int]:
+        """The items in the order of their start, until a policy has nothing left to start.
+
+        At each time, what arrives and ends comes first, then the idle ranks decide, the first rank first.
+        """
+        seconds, rank_of, waiting = policy.seconds, self.items.rank_of, self.waiting
+        busy, awake, now = [False] * self.items.num_ranks, set[int](), 0.0
+        started: list[int] = []
+
+        def begin(item: int) -> None:
+            end = now + seconds[item]  # type: ignore[operator]
+            busy[rank_of[item]] = True
+            started.append(item)
+            policy.start(item, now, end)
+            self._post(end, ~rank_of[item], item)
+            for ready in self.start(item, end):
+                if seconds[ready] is not None:
+                    self._post(self.arrival[ready], rank_of[ready], ready)
+
+        for item, duration in enumerate(seconds):
+            if duration is not None and not waiting[item]:
+                self._post(0.0, rank_of[item], item)
+        while True:
+            while self._events and self._events[0][0] <= now:
+                _, _, rank, item = heapq.heappop(self._events)
+                if rank < 0:
+                    rank = ~rank
+                    busy[rank] = False
+                    policy.end(item)
+                elif item >= 0:
+                    policy.arrive(item)
+                awake.add(rank)
+            idle = [rank for rank in (range(len(busy)) if policy.all_decide else sorted(awake)) if not busy[rank]]
+            awake.clear()
+            for rank in policy.turns(idle, now):
+                chosen = policy.choose(rank, now)
+                if chosen is not None:
+                    begin(chosen)
+                    if policy.at_once and self._events[0][0] <= now:
+                        awake.update(idle)
+                        break
+            if not self._events:
+                chosen = policy.force(now)
+                if chosen is None:
+                    return started
+                begin(chosen)
+            now = self._events[0][0]
+
+    def wake(self, rank: int, when: float) -> None:
+        """Lets a rank decide at a time, if it is idle then."""
+        self._post(when, rank, -1)
+
+    def _post(self, when: float, rank: int, item: int) -> None:
+        """Args: rank: ~rank for the end of an action. item: -1: nothing arrives."""
+        self._count += 1
+        heapq.heappush(self._events, (when, self._count, rank, item))
 
 
 class Run:

@@ -14,11 +14,7 @@ from typing import Any, TypeVar
 
 from mmtrain.errors import PlanError
 from mmtrain.schedule.action import BRAID, KINDS, NEEDS, RESULT_OF, Action, Kind
-from mmtrain.schedule.items import Items
-
-Result = tuple[Kind, int, int]
-"""The result of a compute action: (F, B or W; stage, work). Both B and I have the result B, the gradient of the stage's
-input."""
+from mmtrain.schedule.items import Input, Items, Local, Result
 
 Node = TypeVar("Node")
 
@@ -233,7 +229,21 @@ class WorkGraph:
     @cached_property
     def items(self) -> Items:
         """The numbered results and their dependencies."""
-        return Items(self)
+        return Items(
+            num_ranks=self.num_ranks,
+            stage_rank=self.stage_rank,
+            position=self.position,
+            chains=[self.stages(work) for work in range(len(self.works))],
+            backward=self.backward,
+            inputs=[
+                [Input(link.work, link.source, link.target, link.grad, link.size_bytes) for link in links]
+                for links in self.links
+            ],
+            instructions={
+                key: Local(self.stage_rank[given.stage], given.after, given.before)
+                for key, given in self.instruction.items()
+            },
+        )
 
     @cached_property
     def links(self) -> tuple[tuple[Link, ...], ...]:

@@ -5,14 +5,11 @@ or I) or W of a node, numbered `slot * num_nodes + node`, then the graph's instr
 another rank needs: the output of node n has number n.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from mmtrain.schedule.action import NEEDS, RESULT_OF, SLOTS, Action, Kind
-
-if TYPE_CHECKING:
-    from mmtrain.schedule.graph import WorkGraph
 
 SAME_RANK = -1
 """The message of a result that is needed on its own rank."""
@@ -20,26 +17,71 @@ SAME_RANK = -1
 Dependent = tuple[int, int]
 """(item that waits, message)."""
 
+Result = tuple[Kind, int, int]
+"""The result of an action: (F, B, W or a registered kind; stage, work). B and I have the result B, the gradient of the
+stage's input."""
+
+
+class Input(NamedTuple):
+    """An activation that a work takes from another one."""
+
+    work: int
+    """The other one."""
+    source: int
+    """Position in its chain."""
+    target: int
+    """Position in the chain of the work that takes it."""
+    grad: bool
+    """Whether its gradient goes back, if both stages have a backward."""
+    size_bytes: float | None
+    """None: as the output of its stage."""
+
+
+class Local(NamedTuple):
+    """What a registered instruction waits for, and what waits for it, on its rank."""
+
+    rank: int
+    after: Sequence[Result]
+    before: Sequence[Result]
+
 
 class Items:
     """The items of one work graph. All lists are read only."""
 
-    def __init__(self, graph: "WorkGraph") -> None:
-        works = range(len(graph.works))
-        self.first = [0, *accumulate(len(graph.stages(work)) for work in works)]
+    def __init__(
+        self,
+        num_ranks: int,
+        stage_rank: Sequence[int],
+        position: Sequence[int],
+        chains: Sequence[Sequence[int]],
+        backward: Sequence[Sequence[bool]],
+        inputs: Sequence[Sequence[Input]],
+        instructions: Mapping[Result, Local],
+    ) -> None:
+        """Args:
+        stage_rank: [stage]
+        position: [stage] -> its position in its module's chain.
+        chains: [work] -> its stages.
+        backward: [work][k] -> whether its k-th stage has a backward.
+        inputs: [work] -> from other works.
+        """
+        self.num_ranks = num_ranks
+        self.first = [0, *accumulate(map(len, chains))]
         """[work] -> its first node; the last entry is the number of nodes."""
         self.num_nodes = self.first[-1]
-        self.position = graph.position
+        self.position = position
         """[stage] -> its position in its module's chain."""
-        self.stage = [stage for work in works for stage in graph.stages(work)]
+        self.stage = [stage for chain in chains for stage in chain]
         """[node]"""
-        self.work = [work for work in works for _ in graph.stages(work)]
+        self.work = [work for work, chain in enumerate(chains) for _ in chain]
         """[node]"""
-        self.rank = [graph.stage_rank[stage] for stage in self.stage]
+        self.rank = [stage_rank[stage] for stage in self.stage]
         """[node]"""
-        self.has_backward = [flag for row in graph.backward for flag in row]
+        self.rank_of = [*self.rank * 3, *(local.rank for local in instructions.values())]
+        """[item]"""
+        self.has_backward = [flag for row in backward for flag in row]
         """[node]"""
-        self.num_items = 3 * self.num_nodes + len(graph.instructions)
+        self.num_items = 3 * self.num_nodes + len(instructions)
         self.num_needs = [0] * self.num_items
         """[item] -> number of results it needs."""
         self.dependents: list[list[Dependent]] = [[] for _ in range(self.num_items)]
@@ -48,12 +90,12 @@ class Items:
         """(result, item that needs it, message) of all edges, those into and out of one node in the graph's order."""
         self.link_bytes: list[float] = []
         """Sizes of the further messages: links with their own `size_bytes`."""
-        self._add_table(graph)
-        self._instructions = {key: 3 * self.num_nodes + number for number, key in enumerate(graph.instruction)}
-        for key, instruction in graph.instruction.items():
-            for result in instruction.after:
+        self._add_table(self._edges(inputs))
+        self._instructions = {key: 3 * self.num_nodes + number for number, key in enumerate(instructions)}
+        for key, local in instructions.items():
+            for result in local.after:
                 self._add(self.item(*result), self.item(*key), SAME_RANK)
-            for result in instruction.before:
+            for result in local.before:
                 self._add(self.item(*key), self.item(*result), SAME_RANK)
 
     def item(self, kind: Kind, stage: int, work: int) -> int:
@@ -81,9 +123,9 @@ class Items:
         self.dependents[result].append((item, message))
         self.num_needs[item] += 1
 
-    def _add_table(self, graph: "WorkGraph") -> None:
+    def _add_table(self, edges: Sequence[tuple[int, int, int, bool]]) -> None:
         """Adds the dependencies of the table `NEEDS` for all nodes."""
-        edges, N = self._edges(graph), self.num_nodes
+        N = self.num_nodes
         for kind, needs in NEEDS.items():
             if RESULT_OF[kind] is not kind:
                 continue  # I has the result and the needs of B
@@ -104,13 +146,13 @@ class Items:
         for need in self.over_edges:
             self._add(*need)
 
-    def _edges(self, graph: "WorkGraph") -> list[tuple[int, int, int, bool]]:
+    def _edges(self, inputs: Sequence[Sequence[Input]]) -> list[tuple[int, int, int, bool]]:
         """(source node, target node, message, whether its gradient is sent back) of all edges."""
         rank, grad, first = self.rank, self.has_backward, self.first
         edges = []
-        for work in range(len(graph.works)):
+        for work, links in enumerate(inputs):
             begin = first[work]
-            for link in graph.links[work]:
+            for link in links:
                 source, target = first[link.work] + link.source, begin + link.target
                 message = SAME_RANK if rank[source] == rank[target] else source
                 if link.size_bytes is not None and message != SAME_RANK:

@@ -5,17 +5,17 @@ Ranks take one action after another from two queues, forwards and backwards, eac
 what is not at the head waits. No memory is counted; `in_flight` bounds what a rank holds.
 """
 
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from itertools import accumulate
-from types import FunctionType
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 from mmtrain.schedule.action import Action, Kind
+from mmtrain.schedule.engine import Engine, Policy
 from mmtrain.schedule.graph import WorkGraph
 
-TURNS = ("alternate", "forward", "backward")
+F, B = 0, 1
+"""Slots of items."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,211 +36,89 @@ class Table:
     ticks: Sequence[int]
     """[node] -> what its F and its B take, each."""
 
-    def run(self, graph: WorkGraph, *, compiled: bool = False) -> tuple[tuple[Action, ...], ...]:
+    def run(self, graph: WorkGraph) -> tuple[tuple[Action, ...], ...]:
         """The orders of all ranks: F and B in the order of their start.
 
         Where the limits let nothing go on, the first forward that is left may exceed them.
-
-        Args: compiled: by numba, with equal results; worth its start where many tables are run.
         """
         items = graph.items
-        columns = self._columns(graph)
-        if compiled:
-            columns = _as_arrays(columns)
-        (_compiled() if compiled else run_table)(columns, TURNS.index(self.turn))
         orders: list[list[Action]] = [[] for _ in range(graph.num_ranks)]
-        for item in columns.started:
-            slot, node = divmod(int(item), items.num_nodes)
+        for item in (engine := Engine(items)).run(_Turns(self, engine)):
+            slot, node = divmod(item, items.num_nodes)
             action = graph.action(Kind.B if slot else Kind.F, items.stage[node], items.work[node])
             orders[items.rank[node]].append(action)
         return tuple(map(tuple, orders))
 
-    def _columns(self, graph: WorkGraph) -> "_Columns":
-        items, ranks = graph.items, graph.num_ranks
-        queues: list[list[int]] = [[] for _ in range(2 * ranks)]
-        owed = [0] * (max(self.pair, default=-1) + 1)
-        for item in (*self.forwards, *self.backwards):
+
+class _Turns(Policy):
+    """One run of a table."""
+
+    all_decide = True
+
+    def __init__(self, table: Table, engine: Engine) -> None:
+        items = engine.items
+        self._table, self._engine, self._items = table, engine, items
+        self.seconds: list[float | None] = [None] * items.num_items
+        self._queues = [[deque[int]() for _ in range(items.num_ranks)] for _ in (F, B)]
+        """[slot][rank]"""
+        for item in (*table.forwards, *table.backwards):
             slot, node = divmod(item, items.num_nodes)
-            queues[slot * ranks + items.rank[node]].append(item)
-            owed[self.pair[node]] += slot
-        queue, first = _rows(queues)
-        dependents, of_item = _rows([[item for item, _ in row] for row in items.dependents])
-        return _Columns(
-            waiting=items.num_needs.copy(),
-            arrival=[0] * items.num_items,
-            dependents=dependents,
-            of_item=of_item,
-            queue=queue,
-            first=first,
-            at=first[:-1],
-            forwards=self.forwards,
-            rank_of=items.rank,
-            has_backward=items.has_backward,
-            pair=self.pair,
-            opened=[0] * len(owed),
-            owed=owed,
-            room=list(self.in_flight),
-            ticks=self.ticks,
-            begun=[0] * items.num_nodes,
-            ends=[-1] * ranks,
-            running=[-1] * ranks,
-            last=[-1] * ranks,
-            late=[0] * ranks,
-            started=[0] * len(queue),
-        )
+            self._queues[slot][items.rank[node]].append(item)
+            self.seconds[item] = float(table.ticks[node])
+        self._owed = Counter(table.pair[item - items.num_nodes] for item in table.backwards)
+        """Pair -> backwards that have not ended."""
+        self._opened: set[int] = set()
+        """The pairs in flight."""
+        self._room = list(table.in_flight)
+        """[rank] -> how many pairs more it may have in flight."""
+        self._last: list[int | None] = [None] * items.num_ranks
+        """[rank] -> slot of its last action."""
+        self._late: set[int] = set()
+        """The ranks that would go forward now but cannot; they decide after the others, for whose results they may
+        wait."""
 
+    def turns(self, idle: list[int], now: float) -> list[int]:
+        self._late = {rank for rank in idle if self._last[rank] == B and self._head(F, rank, now) is None}
+        return sorted(idle, key=lambda rank: (rank in self._late, rank))
 
-class _Columns(NamedTuple):
-    """What a run reads and changes; lists, or arrays of int64."""
+    def choose(self, rank: int, now: float) -> int | None:
+        forward, backward, turn = self._head(F, rank, now), self._head(B, rank, now), self._table.turn
+        if turn == "alternate" and rank in self._late and self._head(F, rank) is not None:
+            return None
+        if forward is None or backward is None:
+            return backward if forward is None else forward
+        goes_forward = turn == "forward" or (turn == "alternate" and self._last[rank] == B)
+        return forward if goes_forward else backward
 
-    waiting: Any
-    """[item] -> how many of the results that it needs have not been started."""
-    arrival: Any
-    """[item] -> when those that have been started will have ended."""
-    dependents: Any
-    """Items that wait for item i: entries of_item[i] .. of_item[i + 1] - 1."""
-    of_item: Any
-    queue: Any
-    """What rank r runs of slot s (0: F, 1: B): entries first[s * ranks + r] and on, the next at `at`."""
-    first: Any
-    at: Any
-    forwards: Any
-    rank_of: Any
-    """[node]"""
-    has_backward: Any
-    """[node]"""
-    pair: Any
-    """[node]"""
-    opened: Any
-    """[pair] -> whether it is in flight."""
-    owed: Any
-    """[pair] -> backwards that have not ended."""
-    room: Any
-    """[rank] -> how many pairs more it may have in flight."""
-    ticks: Any
-    """[node]"""
-    begun: Any
-    """[node] -> whether its F has started."""
-    ends: Any
-    """[rank] -> when its action ends; -1: it is idle."""
-    running: Any
-    """[rank] -> item."""
-    last: Any
-    """[rank] -> slot of its last action; -1: none."""
-    late: Any
-    """[rank] -> whether it would go forward now but cannot; it then decides after the others."""
-    started: Any
-    """The items in the order of their start."""
+    def _head(self, slot: int, rank: int, now: float | None = None) -> int | None:
+        """The next item of a rank's queue, if the limit admits it and all that it needs has ended by now; or, without
+        a time, has started."""
+        queue = self._queues[slot][rank]
+        if not queue or self._engine.waiting[queue[0]] or (now is not None and self._engine.arrival[queue[0]] > now):
+            return None
+        return None if slot == F and self._room[rank] <= 0 and self._opens(queue[0]) else queue[0]
 
+    def _opens(self, forward: int) -> bool:
+        return self._items.has_backward[forward] and self._table.pair[forward] not in self._opened
 
-def _rows(rows: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
-    """All rows one after the other, and where each begins, with the end of the last."""
-    return [entry for row in rows for entry in row], [0, *accumulate(map(len, rows))]
+    def start(self, item: int, now: float, end: float) -> None:
+        slot, node = divmod(item, self._items.num_nodes)
+        rank = self._items.rank[node]
+        self._queues[slot][rank].popleft()
+        self._last[rank] = slot
+        if slot == F and self._opens(node):
+            self._opened.add(self._table.pair[node])
+            self._room[rank] -= 1
 
+    def end(self, item: int) -> None:
+        slot, node = divmod(item, self._items.num_nodes)
+        pair = self._table.pair[node]
+        if slot == B:
+            self._owed[pair] -= 1
+            if not self._owed[pair] and pair in self._opened:
+                self._opened.remove(pair)
+                self._room[self._items.rank[node]] += 1
 
-def _as_arrays(columns: _Columns) -> _Columns:
-    import numpy as np
-
-    return _Columns(*(np.array(column, np.int64) for column in columns))
-
-
-@cache
-def _compiled() -> Callable[..., Any]:
-    """`run_table`, compiled. numba loads here: a caller that runs few tables does not wait for it."""
-    import numba
-
-    scope = dict(globals())
-    for function in (_head, _turn, _start, _finish, run_table):
-        scope[function.__name__] = numba.njit(nogil=True)(FunctionType(function.__code__, scope, function.__name__))
-    compiled: Callable[..., Any] = scope["run_table"]
-    return compiled
-
-
-# What follows runs as it is, on lists, and compiled, on arrays.
-
-_EVER = 1 << 62
-
-
-def _head(t: Any, slot: int, rank: int, now: int) -> int:
-    """The next item of a rank's queue, if all that it needs has ended by now and the limit admits it; else -1."""
-    row = slot * len(t.room) + rank
-    if t.at[row] == t.first[row + 1]:
-        return -1
-    item = t.queue[t.at[row]]
-    if t.waiting[item] or t.arrival[item] > now:
-        return -1
-    if slot == 0 and t.has_backward[item] and not t.opened[t.pair[item]] and t.room[rank] <= 0:
-        return -1
-    return item  # type: ignore[no-any-return]
-
-
-def _turn(t: Any, rank: int, now: int, turn: int) -> int:
-    """The slot of what an idle rank starts; -1: it waits."""
-    forward, backward = _head(t, 0, rank, now), _head(t, 1, rank, now)
-    if turn == 0 and t.late[rank] and _head(t, 0, rank, _EVER) >= 0:
-        return -1
-    if forward >= 0 and backward >= 0:
-        return 0 if turn == 1 or (turn == 0 and t.last[rank] == 1) else 1
-    return 0 if forward >= 0 else 1 if backward >= 0 else -1
-
-
-def _start(t: Any, slot: int, rank: int, now: int) -> int:
-    """Starts the next item of a rank's queue, by the rule of `Engine.start`; the item."""
-    row = slot * len(t.room) + rank
-    item = t.queue[t.at[row]]
-    node = item - slot * len(t.ticks)
-    t.at[row] += 1
-    t.running[rank], t.last[rank] = item, slot
-    end = t.ends[rank] = now + t.ticks[node]
-    for i in range(t.of_item[item], t.of_item[item + 1]):
-        dependent = t.dependents[i]
-        t.waiting[dependent] -= 1
-        t.arrival[dependent] = max(t.arrival[dependent], end)
-    if slot == 0:
-        t.begun[node] = 1
-        if t.has_backward[node] and not t.opened[t.pair[node]]:
-            t.opened[t.pair[node]] = 1
-            t.room[rank] -= 1
-    return item  # type: ignore[no-any-return]
-
-
-def _finish(t: Any) -> int:
-    """Ends what ends next; when that is."""
-    end = _EVER
-    for rank in range(len(t.room)):
-        if 0 <= t.ends[rank] < end:
-            end = t.ends[rank]
-    for rank in range(len(t.room)):
-        if t.ends[rank] == end:
-            t.ends[rank] = -1
-            if t.last[rank] == 1:
-                pair = t.pair[t.running[rank] - len(t.ticks)]
-                t.owed[pair] -= 1
-                if not t.owed[pair] and t.opened[pair]:
-                    t.opened[pair] = 0
-                    t.room[rank] += 1
-    return end
-
-
-def run_table(t: Any, turn: int) -> None:
-    """Runs a table in unit time and fills in `started`. Args: turn: index into `TURNS`."""
-    now = count = 0
-    while count < len(t.started):
-        for rank in range(len(t.room)):
-            t.late[rank] = 1 if t.last[rank] == 1 and _head(t, 0, rank, now) < 0 else 0
-        # Whose turn it is to go forward but cannot decides last: it may wait for what now starts.
-        for late in range(2):
-            for rank in range(len(t.room)):
-                if t.ends[rank] < 0 and t.late[rank] == late:
-                    slot = _turn(t, rank, now, turn)
-                    if slot >= 0:
-                        t.started[count] = _start(t, slot, rank, now)
-                        count += 1
-        if max(t.ends) < 0:
-            # The limits stand in the way (on unusual placements only): the earliest forward may exceed them.
-            for node in t.forwards:
-                if not t.begun[node]:
-                    t.started[count] = _start(t, 0, t.rank_of[node], now)
-                    count += 1
-                    break
-        now = _finish(t)
+    def force(self, now: float) -> int | None:
+        # The limits stand in the way (on unusual placements only): the earliest forward may exceed them.
+        return next((item for item in self._table.forwards if self._engine.end[item] is None), None)

@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from mmtrain.schedule.library.auto_schedule import auto_schedule
 from mmtrain.schedule.library.breadth_first import gpipe, looped_bfs
 from mmtrain.schedule.library.controllable_memory import v_half, v_min
 from mmtrain.schedule.library.dual_pipe_v import dual_pipe_v
 from mmtrain.schedule.library.interleave import interleave
-from mmtrain.schedule.library.names import file_of
+from mmtrain.schedule.library.names import EAGER_SCHEDULES, MEMORY_BOUNDED_SCHEDULES, ScheduleName, file_of
 from mmtrain.schedule.library.one_f_one_b import one_f_one_b
 from mmtrain.schedule.library.optimus import optimus
 from mmtrain.schedule.library.stp import stp, stp_lean
@@ -47,7 +47,7 @@ class Schedule:
     splits_backward: bool = False
     """Whether plans have I and W where splitting is worthwhile."""
     keeps_memory_limits: bool = False
-    """Whether plans stay within the problem's memory limits; see `names.MEMORY_BOUNDED_SCHEDULES`."""
+    """Whether plans stay within the problem's memory limits; of named ones by `names.MEMORY_BOUNDED_SCHEDULES`."""
     separates_gradients: bool = False
     """Whether `passes.separate` has changed its plans."""
     make_separated: Callable[[PlanningProblem], Plan] | None = None
@@ -60,8 +60,8 @@ class Schedule:
     """[stage] -> rank of a chain of one module; empty: by `placement`."""
     refusal: str = ""
     """Why no job can run the schedule, as the rest of a sentence; empty: it can."""
-    make_eager: Callable[..., Plan] | None = None
-    """`make` with a further argument `eager`; None: it has none. See `names.EAGER_SCHEDULES`."""
+    takes_eager: bool = False
+    """Whether `make` has a further argument `eager`: that of `names.EAGER_SCHEDULES`."""
     braids: bool = False
     """Whether its plans may have braids."""
     name: str = ""
@@ -72,12 +72,12 @@ class Schedule:
     def eager(self, count: int) -> "Schedule":
         """The schedule with more forwards in flight on the ranks of encoders.
 
-        Args: count: of pairs, see `eager.with_eager`; above 0 only if there is `make_eager`.
+        Args: count: of pairs, see `eager.with_eager`; above 0 only if `make` takes it.
         """
         if not count:
             return self
-        assert self.make_eager is not None
-        return replace(self, make=partial(self.make_eager, eager=count))
+        assert self.takes_eager
+        return replace(self, make=partial(self.make, eager=count))
 
     def separated(self) -> "Schedule":
         """The schedule with gradients separated."""
@@ -113,33 +113,25 @@ _SCHEDULES = {
     "1F1B": Schedule(
         idea="one forward, one backward; with several chunks a rank, Megatron's interleaved order",
         make=one_f_one_b,
-        make_eager=one_f_one_b,
     ),
-    "Interleaved1F1B": Schedule(
-        idea="1F1B with at least 2 chunks a rank", make=one_f_one_b, least_passes=2, make_eager=one_f_one_b
-    ),
+    "Interleaved1F1B": Schedule(idea="1F1B with at least 2 chunks a rank", make=one_f_one_b, least_passes=2),
     "LoopedBFS": Schedule(idea="all forwards, then all backwards, chunk by chunk", make=looped_bfs, least_passes=2),
-    "ZB-H1": Schedule(
-        idea="1F1B, weight gradients of rank r after r more pairs", make=zb_h1, splits_backward=True, make_eager=zb_h1
-    ),
+    "ZB-H1": Schedule(idea="1F1B, weight gradients of rank r after r more pairs", make=zb_h1, splits_backward=True),
     "ZB-H2": Schedule(
         idea="twice the forwards in flight, weight gradients after 2r pairs",
         make=zb_h2,
         splits_backward=True,
-        make_eager=zb_h2,
     ),
     "ZB-AutoSchedule": Schedule(
         idea="list scheduling by cost with split backwards, within memory limits",
         make=auto_schedule,
         splits_backward=True,
-        keeps_memory_limits=True,
     ),
     "InterleavedZeroBubble": Schedule(
         idea="ZB-H1 with at least 2 chunks a rank",
         make=interleaved_zero_bubble,
         least_passes=2,
         splits_backward=True,
-        make_eager=interleaved_zero_bubble,
     ),
     "ZBV": Schedule(idea="down the ranks and back up", make=zbv, placement="v", splits_backward=True),
     "V-half": Schedule(
@@ -169,9 +161,15 @@ _SCHEDULES = {
         braids=True,
     ),
     "Optimus": Schedule(idea="all encoder forwards, 1F1B of the rest, all encoder backwards", make=optimus),
-    "interleave": Schedule(
-        idea="greedy dual queues by cost, within memory limits (DIP)", make=interleave, keeps_memory_limits=True
-    ),
+    "interleave": Schedule(idea="greedy dual queues by cost, within memory limits (DIP)", make=interleave),
 }
-CATALOGUE: Mapping[str, Schedule] = {name: replace(schedule, name=name) for name, schedule in _SCHEDULES.items()}
+CATALOGUE: Mapping[str, Schedule] = {
+    name: replace(
+        _SCHEDULES[name],
+        name=name,
+        keeps_memory_limits=name in MEMORY_BOUNDED_SCHEDULES,
+        takes_eager=name in EAGER_SCHEDULES,
+    )
+    for name in get_args(ScheduleName)
+}
 """Name in `parallelism.pipeline_parallel_schedule` -> schedule."""

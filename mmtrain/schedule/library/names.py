@@ -24,7 +24,7 @@ ScheduleName = Literal[
     "Optimus",
     "interleave",
 ]
-"""The keys of `catalogue.CATALOGUE`, in its order."""
+"""In the order of lists; `catalogue.CATALOGUE` has their functions."""
 
 MEMORY_BOUNDED_SCHEDULES: tuple[ScheduleName, ...] = ("ZB-AutoSchedule", "interleave")
 """Schedules whose plans keep the memory limits of a problem; the others bound their memory by their own rule."""

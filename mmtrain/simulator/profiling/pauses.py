@@ -9,7 +9,8 @@ import numpy as np
 from mmtrain.costs.overheads import DISPATCH, Overheads
 from mmtrain.costs.profile.fits import non_negative_least_squares
 from mmtrain.schedule.action import COMPUTE, NOT_COMPUTE, RECEIVES, RESULT_OF, SENDS, WAITS, Action, Kind
-from mmtrain.schedule.graph import Edge, Result
+from mmtrain.schedule.graph import Edge
+from mmtrain.schedule.items import Result
 from mmtrain.schedule.passes.lower import Program
 
 _KEPT = 0.9

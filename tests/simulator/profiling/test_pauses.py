@@ -9,7 +9,7 @@ from mmtrain.costs.overheads import DISPATCH, Overheads
 from mmtrain.planner.plan import make_plan
 from mmtrain.schedule.action import COMPUTE, RECEIVES, RESULT_OF, SENDS, WAITS, Kind
 from mmtrain.schedule.chain import plain_chain
-from mmtrain.schedule.graph import Result
+from mmtrain.schedule.items import Result
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.passes.lower import Program, lower
 from mmtrain.schedule.problem import PlanningProblem
