@@ -147,6 +147,13 @@ def log_start(config: Config, planner: IterationPlanner, device: torch.device, c
         logger.info("%s", line)
 
 
+def log_nothing_left(config: Config, step: int) -> None:
+    """Logs that all steps are done. Args: step: the last one."""
+    # No warning, which each rank would show.
+    text = "no step is left: step %d of training.steps = %d is done; raise it, or name another job.dump_folder"
+    logger.info(text, step, config.training.steps)
+
+
 def log_end(config: Config, step: int, skipped: int, clips: int | None) -> None:
     """Logs what a run leaves that has trained its last step.
 

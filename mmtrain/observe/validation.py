@@ -14,9 +14,9 @@ from mmtrain.data.questions import Answer, Key
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.models.batch import IGNORE_INDEX, with_other_captions
 from mmtrain.observe.by_source import SourceTotals, source_sums, source_totals
+from mmtrain.parallel.batch_runner import ForwardPass
 from mmtrain.parallel.mesh import Mesh
 from mmtrain.parallel.replica_data import Item, ReplicaData
-from mmtrain.parallel.runtime import StepOutcome
 from mmtrain.planner.iteration import IterationPlan
 
 
@@ -34,19 +34,6 @@ class Validation:
     """Of several sources: name -> its part of the validation."""
     answers: tuple[Answer, ...] = ()
     """To held-out questions (`validation.generate`), on rank 0."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardPass:
-    """A batch that went through the pipeline without gradients."""
-
-    plan: IterationPlan
-    outcome: StepOutcome
-    """Of this rank."""
-    loss_sum: float
-    """This rank's share of the replica's loss."""
-    num_targets: int
-    """Of the replica: what the loss is a sum over."""
 
 
 @dataclass(frozen=True, kw_only=True)
