@@ -15,6 +15,7 @@ import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -204,8 +205,7 @@ class Trainer:
 
     def _named(self) -> NamedTensors:
         """The tensors of the placement."""
-        model = self.model
-        return NamedTensors(model.chunks, self.placement.optimizers, model.aliases)
+        return NamedTensors(self.model.chunks, self.placement.optimizers, self.model.aliases)
 
     def _take_up(self) -> None:
         """Continues from the state: its margins of memory and its position in the data."""
@@ -384,15 +384,8 @@ class Trainer:
 
     def validate(self, step: int) -> None:
         """Loss and answers on held-out data, through the pipeline. Collective over the job."""
-        validator = Validator(
-            section=self.config.validation,
-            data=self.placement.data,
-            mesh=self.mesh,
-            sources=self._sources,
-            forward=lambda item, number: self._runner.forward(
-                self.plan(item.meta, step=step + 1, forward_only=True), item, number
-            ),
-        )
+        plan = partial(self.plan, step=step + 1, forward_only=True)
+        validator = Validator(section=self.config.validation, sources=self._sources, runner=self._runner, plan=plan)
         result = validator.validate()
         for observer in self.observers:
             observer.validated(step, result)

@@ -45,19 +45,6 @@ class StepResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForwardPass:
-    """A batch that went through the pipeline without gradients."""
-
-    plan: IterationPlan
-    outcome: StepOutcome
-    """Of this rank."""
-    loss_sum: float
-    """This rank's share of the replica's loss."""
-    num_targets: int
-    """Of the replica: what the loss is a sum over."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class BatchRunner:
     """Runs batches on one rank."""
 
@@ -100,15 +87,6 @@ class BatchRunner:
             lambda stage, work: self.planner.output_shape(plan.layout, stage, work, mesh.place.cp, mesh.place.tp),
         )
         return runtime.step(StepFeed(self.planner.partition, inputs), loss_grad=loss_grad)
-
-    def forward(self, plan: IterationPlan, item: Item, number: int) -> ForwardPass:
-        """A pass without gradients, with predictions. Collective over pp.
-
-        Args: number: of the batch among those of a validation; it seeds the noise of clips.
-        """
-        outcome = self.run(plan, item, noise=self.noise(-1 - number, hides=False), want_predictions=True)
-        loss_sum, num_targets = self.loss_sum(outcome), self.num_targets(item.meta)
-        return ForwardPass(plan=plan, outcome=outcome, loss_sum=loss_sum, num_targets=num_targets)
 
     def noise(self, step: int, *, hides: bool) -> ClipNoise | None:
         """The random choices of a step of a text-to-video job. Args: hides: captions may be hidden."""

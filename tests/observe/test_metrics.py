@@ -13,7 +13,7 @@ from mmtrain.observe.metrics import Reporter, peak_flops
 from mmtrain.observe.step_memory import memory_gib
 from mmtrain.observe.step_metrics import Metrics
 from mmtrain.observe.validation import Validation
-from mmtrain.run_page.metric_table import BY_NAME, METRICS, Reduce
+from mmtrain.run_page.metric_table import Reduce
 from tests.ranks import run_ranks
 
 STEP = {
@@ -282,10 +282,3 @@ def test_a_metric_of_an_observer_needs_no_table():
     assert values.line()["weights/largest"] == values.scalars()["weights/largest"] == 3.5
     with pytest.raises(KeyError, match="no_such"):
         metrics.record("no_such", 1.0)
-
-
-def test_names_and_tags_are_one_each():
-    assert len(BY_NAME) == len(METRICS)
-    tags = [metric.tag for metric in METRICS if metric.tag]
-    assert len(set(tags)) == len(tags)
-    assert {metric.over_run for metric in METRICS} == {"", "sum", "steps"}
