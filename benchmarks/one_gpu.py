@@ -47,7 +47,7 @@ from mmtrain.modality.metadata import DocumentMeta, ImageMeta, IterationMeta, Mi
 from mmtrain.models.batch import Batch, Microbatch, document_positions
 from mmtrain.models.projector import Projector
 from mmtrain.models.reference import ReferenceModel
-from mmtrain.observe.metrics import peak_flops
+from mmtrain.observe.reporter import peak_flops
 from mmtrain.simulator.job import job_planner
 from mmtrain.spec.builders import model_spec
 

@@ -29,28 +29,26 @@ from mmtrain.config import config as config_module
 from mmtrain.config.config import Config
 from mmtrain.config.sections import ParallelismConfig
 from mmtrain.data.packing import LoaderState
-from mmtrain.data.tokenizer import job_tokenizer
 from mmtrain.errors import MMTrainError, TrainingError
 from mmtrain.launch.launched import Launched, local_world_size
 from mmtrain.launch.processes import check_temporary_folder
 from mmtrain.launch.stop_signals import StopSignals
 from mmtrain.modality.buckets import check_video
 from mmtrain.modality.metadata import IterationMeta
-from mmtrain.models.diffusion import Denoising, null_token
 from mmtrain.observe.by_source import record_sources, source_sums
 from mmtrain.observe.host_memory import keep_freed_memory
 from mmtrain.observe.log_file import setup_logging
+from mmtrain.observe.metrics import Metrics
 from mmtrain.observe.observer import FinishedStep, Observer, RunningStep
 from mmtrain.observe.out_of_memory import explained
 from mmtrain.observe.run_record import RunRecord, log_end, log_nothing_left, log_start, owned_by_rank_zero
 from mmtrain.observe.step_memory import DeviceMemory, JobMemory
-from mmtrain.observe.step_metrics import Metrics
 from mmtrain.observe.validation import Validator
 from mmtrain.parallel.activation_memory import saved_ops
-from mmtrain.parallel.batch_runner import BatchRunner, StepResult, planned_ahead, skip_nonfinite
+from mmtrain.parallel.batch_runner import BatchRunner, StepResult, job_denoising, planned_ahead, skip_nonfinite
 from mmtrain.parallel.build import LocalModel, check_same_assignment, check_same_program
 from mmtrain.parallel.collectives import errors_on_all, sum_over
-from mmtrain.parallel.grads import clip, fill_missing_grads, nonfinite_ranks, sync_tied, total_norm
+from mmtrain.parallel.grads import clip, nonfinite_ranks
 from mmtrain.parallel.job_group import JobGroup
 from mmtrain.parallel.mesh import Mesh, pick_device
 from mmtrain.parallel.optim import lr_factor, set_lr
@@ -58,7 +56,6 @@ from mmtrain.parallel.placement import Placement
 from mmtrain.parallel.planning import PendingPlan, Planned
 from mmtrain.parallel.replica_data import Item
 from mmtrain.parallel.runtime import StepOutcome
-from mmtrain.parallel.tensor import finish_gradients
 from mmtrain.parallel.torch_private import set_default_timeout
 from mmtrain.planner.iteration import IterationPlan, IterationPlanner
 from mmtrain.planner.plan_choice import Search
@@ -88,9 +85,7 @@ class Trainer:
         self.folder = Path(config.job.dump_folder)
         saved_ops(config.activation_checkpoint)
         self.planner, self._cut_s = _planner_in_time(config)
-        self._denoising: Denoising | None = None
-        if config.model.reads_clips:
-            self._denoising = Denoising.of(config, null_token(job_tokenizer(config)))
+        self._denoising = job_denoising(config)
         self.metrics = Metrics()
         self.observers = list(observers)
         self.checkpointer: Checkpointer | None = None
@@ -334,11 +329,7 @@ class Trainer:
             lack = "no clip that can be read" if self._denoising else "no token to predict; check the records' answers"
             raise TrainingError(f"step {step}: the batch has {lack}")
         outcome = self._runner.run(plan, item, noise=self._runner.noise(step, hides=True), loss_grad=1.0 / num_targets)
-        parameters = self.model.parameters
-        fill_missing_grads(parameters)
-        finish_gradients(parameters)
-        sync_tied(self.model.tied, self.mesh)
-        norm = total_norm(parameters, self.mesh, skip=self._runner.tied_copy_to_skip())
+        norm = self._runner.finish_gradients()
         loss_sum = self._runner.loss_sum(outcome)
         by_source = source_sums(self._sources, plan, item.meta, item.labels, outcome.position_losses, self.mesh)
         metrics = self.metrics
@@ -346,7 +337,7 @@ class Trainer:
         metrics.record("tokens", item.meta.num_all_tokens)
         metrics.record("clips", item.meta.num_clips)
         totals = metrics.reduce(loss=loss_sum, stop=self._stops.number, sources=by_source)
-        result = StepResult(loss=float(totals["loss"]) / num_targets, grad_norm=float(norm), stop=bool(totals["stop"]))
+        result = StepResult(loss=float(totals["loss"]) / num_targets, grad_norm=norm, stop=bool(totals["stop"]))
         metrics.record("loss", result.loss)
         metrics.record("grad_norm", result.grad_norm)
         record_sources(metrics, self._sources, totals["sources"])

@@ -9,18 +9,22 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from mmtrain.config.config import Config
 from mmtrain.config.sections import TrainingConfig
+from mmtrain.data.tokenizer import job_tokenizer
 from mmtrain.errors import TrainingError
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.models.attention.context import AttentionChoices
 from mmtrain.models.batch import check_batch
-from mmtrain.models.diffusion import ClipNoise, Denoising
+from mmtrain.models.diffusion import ClipNoise, Denoising, null_token
 from mmtrain.parallel.feed import StepFeed
 from mmtrain.parallel.feeds.inputs import StepInputs
+from mmtrain.parallel.grads import fill_missing_grads, sync_tied, total_norm
 from mmtrain.parallel.placement import Placement
 from mmtrain.parallel.planning import PendingPlan
 from mmtrain.parallel.replica_data import Item
 from mmtrain.parallel.runtime import StepOutcome
+from mmtrain.parallel.tensor import finish_gradients
 from mmtrain.planner.iteration import IterationPlan, IterationPlanner
 
 logger = logging.getLogger("mmtrain")
@@ -109,12 +113,20 @@ class BatchRunner:
             dist.all_reduce(loss, group=self.placement.mesh.replica_group)
         return float(loss)
 
-    def tied_copy_to_skip(self) -> torch.nn.Parameter | None:
-        """The tied head, which is counted in the gradient norm where the embedding is."""
-        tied = self.placement.model.tied
-        if not tied or self.planner.partition.tie_ranks[1] != self.placement.mesh.pp_rank:
-            return None
-        return tied[-1]
+    def finish_gradients(self) -> float:
+        """Completes the gradients of this rank's parameters over all axes; their norm. Collective over the job."""
+        model, mesh = self.placement.model, self.placement.mesh
+        fill_missing_grads(model.parameters)
+        finish_gradients(model.parameters)
+        sync_tied(model.tied, mesh)
+        # The tied head is counted in the norm where the embedding is.
+        skip = model.tied[-1] if model.tied and self.planner.partition.tie_ranks[1] == mesh.pp_rank else None
+        return float(total_norm(model.parameters, mesh, skip=skip))
+
+
+def job_denoising(config: Config) -> Denoising | None:
+    """The random choices of a text-to-video job; None of another one. Raises: ConfigError."""
+    return Denoising.of(config, null_token(job_tokenizer(config))) if config.model.reads_clips else None
 
 
 def planned_ahead(
