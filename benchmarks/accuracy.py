@@ -32,6 +32,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from mmtrain.commands.driven_steps import timed_steps
 from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.commands.profiler import profile_job
 from mmtrain.config import config as config_module
@@ -207,7 +208,7 @@ def run_real(device: torch.device, cases: list[Case], profile: str, folder: str,
         config, meta = job(case, profile, f"{folder}/{os.getpid()}"), iteration(case)
         trainer = Trainer(config)
         clock = WatchedClock(time.perf_counter, every_s=LOOK_EVERY_S)
-        timed = trainer.timed_steps(device, repeat((noise_batch(config.model, meta, 0), meta)), clock=clock)
+        timed = timed_steps(trainer, device, repeat((noise_batch(config.model, meta, 0), meta)), clock=clock)
         next(timed)
         jobs.append((trainer, clock, timed))
     found: list[list[Step]] = [[] for _ in cases]

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from accuracy import CASES, Case, iteration, job
 
+from mmtrain.commands.driven_steps import timed_steps
 from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.data.noise import noise_batch
 from mmtrain.trainer import Trainer
@@ -31,7 +32,7 @@ def run_steps(device: torch.device, cases: list[Case], folder: str, steps: int) 
     found = []
     for case in cases:
         config, meta = job(case, folder=f"{folder}/{os.getpid()}"), iteration(case)
-        timed = Trainer(config).timed_steps(device, repeat((noise_batch(config.model, meta, 0), meta)))
+        timed = timed_steps(Trainer(config), device, repeat((noise_batch(config.model, meta, 0), meta)))
         next(timed)
         taken = []
         for _ in range(steps):

@@ -27,6 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mmtrain.commands.driven_steps import timed_steps
 from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.commands.profiler import profile_job
 from mmtrain.config import config as config_module
@@ -160,7 +161,7 @@ def count(device: torch.device, cases: Sequence[tuple[Config, IterationMeta]]) -
     found = []
     for config, meta in cases:
         trainer, watch = Trainer(config), Watch()
-        timed = trainer.timed_steps(device, repeat((noise_batch(config.model, meta, 0), meta)), clock=watch)
+        timed = timed_steps(trainer, device, repeat((noise_batch(config.model, meta, 0), meta)), clock=watch)
         next(timed)
         live = Live()
         watch.take = lambda: live.num_bytes(addresses(not_activations(trainer)))  # noqa: B023
@@ -225,7 +226,7 @@ def run(
 
 @contextmanager
 def steps_of(trainer: Trainer, device: torch.device, batches: Sequence[Any]) -> Iterator[Iterator[Any]]:
-    timed = trainer.timed_steps(device, batches)
+    timed = timed_steps(trainer, device, batches)
     try:
         yield timed
     finally:

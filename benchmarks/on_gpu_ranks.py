@@ -22,6 +22,7 @@ from itertools import cycle, islice, pairwise
 import torch
 from one_gpu import SIZES, batches, job
 
+from mmtrain.commands.driven_steps import TimedStep, timed_steps
 from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.config import config as config_module
 from mmtrain.config.config import Config
@@ -31,7 +32,7 @@ from mmtrain.modality.typical import Bins
 from mmtrain.models.batch import Batch
 from mmtrain.simulator.typical_iterations import usual_workload
 from mmtrain.simulator.workloads import draw
-from mmtrain.trainer import TimedStep, Trainer
+from mmtrain.trainer import Trainer
 
 SAME = 1e-3
 """Relative difference of a loss after some steps in float32, on one kind of device or two."""
@@ -64,7 +65,7 @@ def train(device: torch.device, config: Config, given: Batches, steps: int) -> M
     trainer = Trainer(config)
     seen: list[TimedStep] = []
     losses, planned = [], 0.0
-    for step in trainer.timed_steps(device, islice(cycle(given), steps)):
+    for step in timed_steps(trainer, device, islice(cycle(given), steps)):
         place, seen = trainer.mesh.place, [*seen, step]
         counts = place.tp == 0 and trainer.mesh.dp_rank == 0
         losses.append(sum(float(loss) for loss in step.outcome.losses.values()) if counts else 0.0)

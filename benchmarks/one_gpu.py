@@ -38,6 +38,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Trainer, TrainerCallback
 from transformers.utils import is_flash_attn_2_available
 
 from mmtrain import trainer as mmtrain_trainer
+from mmtrain.commands.driven_steps import timed_steps
 from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.config import config as config_module
 from mmtrain.config.config import Config
@@ -46,7 +47,7 @@ from mmtrain.modality.metadata import DocumentMeta, ImageMeta, IterationMeta, Mi
 from mmtrain.models.batch import Batch, Microbatch, document_positions
 from mmtrain.models.projector import Projector
 from mmtrain.models.reference import ReferenceModel
-from mmtrain.observe.metrics import peak_flops
+from mmtrain.observe.reporter import peak_flops
 from mmtrain.simulator.job import job_planner
 from mmtrain.spec.builders import model_spec
 
@@ -280,7 +281,7 @@ def outcome(device: torch.device, first_loss: float, ends: Sequence[float]) -> O
 def run_mmtrain(device: torch.device, config: Config, size: Size, steps: int, attention: str) -> Outcome:
     given = batches(config, size)
     ends, first_loss = [], 0.0
-    for step in mmtrain_trainer.Trainer(config).timed_steps(device, islice(cycle(given), WARM + steps)):
+    for step in timed_steps(mmtrain_trainer.Trainer(config), device, islice(cycle(given), WARM + steps)):
         ends.append(now(device))
         if len(ends) == 1:
             first_loss = sum(float(loss) for loss in step.outcome.losses.values()) / given[0][1].num_targets

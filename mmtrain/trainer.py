@@ -11,13 +11,11 @@ another layout in the same processes.
 import dataclasses
 import gc
 import logging
-import math
 import signal
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,81 +29,40 @@ from mmtrain.config import config as config_module
 from mmtrain.config.config import Config
 from mmtrain.config.sections import ParallelismConfig
 from mmtrain.data.packing import LoaderState
-from mmtrain.data.tokenizer import job_tokenizer
 from mmtrain.errors import MMTrainError, TrainingError
 from mmtrain.launch.launched import Launched, local_world_size
 from mmtrain.launch.processes import check_temporary_folder
 from mmtrain.launch.stop_signals import StopSignals
 from mmtrain.modality.buckets import check_video
 from mmtrain.modality.metadata import IterationMeta
-from mmtrain.models.attention.context import AttentionChoices
-from mmtrain.models.batch import Batch, check_batch
-from mmtrain.models.diffusion import ClipNoise, Denoising, null_token
 from mmtrain.observe.by_source import record_sources, source_sums
 from mmtrain.observe.host_memory import keep_freed_memory
 from mmtrain.observe.log_file import setup_logging
+from mmtrain.observe.metrics import Metrics
 from mmtrain.observe.observer import FinishedStep, Observer, RunningStep
 from mmtrain.observe.out_of_memory import explained
-from mmtrain.observe.run_record import RunRecord, log_end, log_start, owned_by_rank_zero
+from mmtrain.observe.run_record import RunRecord, log_end, log_nothing_left, log_start, owned_by_rank_zero
 from mmtrain.observe.step_memory import DeviceMemory, JobMemory
-from mmtrain.observe.step_metrics import Metrics
-from mmtrain.observe.validation import ForwardPass, Validator
+from mmtrain.observe.validation import Validator
 from mmtrain.parallel.activation_memory import saved_ops
-from mmtrain.parallel.alike import check_alike
+from mmtrain.parallel.batch_runner import BatchRunner, StepResult, job_denoising, planned_ahead, skip_nonfinite
 from mmtrain.parallel.build import LocalModel, check_same_assignment, check_same_program
 from mmtrain.parallel.collectives import errors_on_all, sum_over
-from mmtrain.parallel.feed import StepFeed
-from mmtrain.parallel.feeds.inputs import StepInputs
-from mmtrain.parallel.grads import clip, fill_missing_grads, nonfinite_ranks, sync_tied, total_norm
-from mmtrain.parallel.job_inputs import job_inputs
-from mmtrain.parallel.meeting import Patience, meet
-from mmtrain.parallel.mesh import Mesh, init_process_group, pick_device
+from mmtrain.parallel.grads import clip, nonfinite_ranks
+from mmtrain.parallel.job_group import JobGroup
+from mmtrain.parallel.mesh import Mesh, pick_device
 from mmtrain.parallel.optim import lr_factor, set_lr
 from mmtrain.parallel.placement import Placement
-from mmtrain.parallel.planning import PendingPlan, PlanAhead, Planned
+from mmtrain.parallel.planning import PendingPlan, Planned
 from mmtrain.parallel.replica_data import Item
-from mmtrain.parallel.roll_call import RollCall, common_reason, is_communication
 from mmtrain.parallel.runtime import StepOutcome
-from mmtrain.parallel.tensor import finish_gradients
-from mmtrain.parallel.torch_private import default_store, set_default_timeout, set_timeout
+from mmtrain.parallel.torch_private import set_default_timeout
 from mmtrain.planner.iteration import IterationPlan, IterationPlanner
-from mmtrain.planner.partition.partition import Partition
 from mmtrain.planner.plan_choice import Search
 from mmtrain.planner.search import search as searching
 from mmtrain.simulator.job import job_planner
 
 logger = logging.getLogger("mmtrain")
-
-
-MOST_SKIPPED = 10
-"""Steps in a row that training.on_nonfinite = "skip" skips."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """What the weights of a step depend on, over all replicas."""
-
-    loss: float
-    grad_norm: float
-    stop: bool
-    """Whether some rank was asked to stop."""
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether the step may change the weights."""
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TimedStep:
-    """When one training step ran on one rank, seconds on a clock of the host."""
-
-    plan: IterationPlan
-    outcome: StepOutcome
-    start_s: float
-    """All ranks were there."""
-    end_s: float
-    """Weights are updated; on an accelerator all its work is done."""
 
 
 class Trainer:
@@ -128,9 +85,7 @@ class Trainer:
         self.folder = Path(config.job.dump_folder)
         saved_ops(config.activation_checkpoint)
         self.planner, self._cut_s = _planner_in_time(config)
-        self._denoising: Denoising | None = None
-        if config.model.reads_clips:
-            self._denoising = Denoising.of(config, null_token(job_tokenizer(config)))
+        self._denoising = job_denoising(config)
         self.metrics = Metrics()
         self.observers = list(observers)
         self.checkpointer: Checkpointer | None = None
@@ -138,7 +93,6 @@ class Trainer:
         self.state = TrainState.first(config)
         self._sources = tuple(source.label for source in config.data.sources)
         self._stops = StopSignals()
-        self._patience = Patience.at_start(config.comm)
 
     @property
     def placement(self) -> Placement:
@@ -156,11 +110,6 @@ class Trainer:
         """The one of the placement."""
         return self.placement.model
 
-    @property
-    def partition(self) -> Partition:
-        """The one of the planner."""
-        return self.planner.partition
-
     def run(self, layouts: Mapping[int, ParallelismConfig] | None = None) -> None:
         """Trains to the last step, or until SIGTERM or SIGINT. Joins the job's process group unless the caller has.
 
@@ -171,45 +120,32 @@ class Trainer:
             MMTrainError: the same on all ranks.
             RankLostError: a rank does not answer. This process can only end: its process groups are of no use any more.
         """
-        launched, comm = Launched.from_environment(), self.config.comm
-        setup_logging(launched.rank)
-        device = pick_device(comm)
-        owns_group, lost = not dist.is_initialized(), False
-        store = meet(comm) if owns_group else default_store()
-        roll_call = RollCall(store, launched.rank, launched.world_size)
+        setup_logging(Launched.from_environment().rank)
+        device = pick_device(self.config.comm)
+        group = JobGroup(self.config, device)
         try:
-            with common_reason(roll_call, lambda: self._patience, self._locate):
-                if owns_group:
-                    check_alike(store, launched, job_inputs(self.config, self.planner.schedule, device, launched))
-                    init_process_group(comm, device, store)
-                with owned_by_rank_zero(self.folder):
-                    if self.config.checkpoint.enable:
-                        check_shared(self.folder)
-                    self._set_up(device, resumes=True)
-                    self._train(layouts or {})
+            with group.joined(self.planner.schedule, self._locate), owned_by_rank_zero(self.folder):
+                if self.config.checkpoint.enable:
+                    check_shared(self.folder)
+                self.set_up(device, resumes=True)
+                if self.state.step < self.config.training.steps:
+                    self._train(group, layouts or {})
+                else:
+                    log_nothing_left(self.config, self.state.step)
         except MMTrainError as error:
-            lost = is_communication(error.__cause__)
             for observer in self.observers:
                 observer.failed(error)
             raise
         finally:
-            self._tear_down(lost=lost)
-            if owns_group and not lost and dist.is_initialized():  # it would wait for the lost rank
-                dist.destroy_process_group()
+            self.tear_down(lost=group.lost)
+            group.leave()
 
-    def _train(self, layouts: Mapping[int, ParallelismConfig]) -> None:
-        steps = self.config.training.steps
-        if self.state.step >= steps:
-            # No warning, which each rank would show.
-            text = "no step is left: step %d of training.steps = %d is done; raise it, or name another job.dump_folder"
-            logger.info(text, self.state.step, steps)
-            return
+    def _train(self, group: JobGroup, layouts: Mapping[int, ParallelismConfig]) -> None:
         for observer in self.observers:
             observer.layout_begins(self.config, self.planner, self.mesh, self.state.step)
         self.observers.append(RunRecord(self.config, self.planner, self.mesh, self.state.step))
         end = "saves and ends" if self.checkpointer else "ends"
-        self._patience = Patience.later(self.config.comm)
-        set_timeout(timedelta(seconds=self._patience.seconds))
+        group.steps_begin()
         notice = f"Ctrl-C: the job {end} after this step; once more ends it at once\n"
         self._stops.catch(notice if dist.get_rank() == 0 else "")
         try:
@@ -217,7 +153,7 @@ class Trainer:
                 if not self._loop(step):
                     return
                 self.change_layout(parallelism)
-            self._loop(steps)
+            self._loop(self.config.training.steps)
             log_end(self.config, self.state.step, self.state.skipped, self.state.clips)
         except TrainingError:  # on every rank: a checkpoint that is being written is still good
             if self.checkpointer:
@@ -232,7 +168,7 @@ class Trainer:
 
     # --------------------------------------------------------------------------------------- set-up
 
-    def _set_up(self, device: torch.device, *, resumes: bool = False) -> None:
+    def set_up(self, device: torch.device, *, resumes: bool = False) -> None:
         """Sets up the process, and the first layout.
 
         Args: resumes: with the state of the newest checkpoint, and the job saves its own; else with initial weights.
@@ -255,16 +191,21 @@ class Trainer:
         log_start(self.config, self.planner, device, self._cut_s)
         self._memory = JobMemory.budgeted(self.config, self.planner, device, self._device_memory)
         self._placement = Placement.build(self.config, self.planner, device, self._search)
+        self._runner = BatchRunner(
+            training=self.config.training,
+            planner=self.planner,
+            placement=self._placement,
+            denoising=self._denoising,
+        )
 
     def _named(self) -> NamedTensors:
         """The tensors of the placement."""
-        model = self.model
-        return NamedTensors(model.chunks, self.placement.optimizers, model.aliases)
+        return NamedTensors(self.model.chunks, self.placement.optimizers, self.model.aliases)
 
     def _take_up(self) -> None:
         """Continues from the state: its margins of memory and its position in the data."""
         self._memory.resume(self.state.memory)
-        self._items = self.placement.data.training(LoaderState.from_dict(self.state.loader))
+        self.items = self.placement.data.training(LoaderState.from_dict(self.state.loader))
 
     def change_layout(self, parallelism: ParallelismConfig) -> None:
         """Continues at other degrees of parallelism, in the same processes, as a resumed job does. Collective.
@@ -280,7 +221,8 @@ class Trainer:
         for observer in self.observers:
             observer.layout_ends()
         self.placement.close()
-        self._placement, self._items = None, iter(())
+        self._placement, self.items = None, iter(())
+        del self._runner
         gc.collect()  # hooks refer to modules: their memory is needed now
         self.config, self.planner, self._cut_s = config, planner, cut_s
         self._build(device)
@@ -289,7 +231,7 @@ class Trainer:
         for observer in self.observers:
             observer.layout_begins(config, planner, self.mesh, self.state.step)
 
-    def _tear_down(self, *, lost: bool = False) -> None:
+    def tear_down(self, *, lost: bool = False) -> None:
         """Args: lost: a rank does not answer."""
         self._stops.release()
         for observer in self.observers:
@@ -306,7 +248,7 @@ class Trainer:
         stopped = False
         if config.validation.enable and self.state.step == 0:
             self.validate(0)
-        batches = self._batches(self.state.step + 1, until)
+        batches = planned_ahead(self.items, self.state.step + 1, until, self._submit if self.placement.ahead else None)
         while self.state.step < until and not stopped:
             finished, stopped = self._next_step(batches)
             step = finished.step
@@ -337,7 +279,7 @@ class Trainer:
         loaded = time.perf_counter()
         step = self.state.step + 1
         planned = self._take(pending) if pending else None
-        plan = planned.plan if planned else self._plan(item.meta, step=step)
+        plan = planned.plan if planned else self.plan(item.meta, step=step)
         ready = time.perf_counter()
         running = RunningStep(step=step, meta=item.meta, plan=plan, planned=planned)
         for observer in self.observers:
@@ -371,7 +313,8 @@ class Trainer:
             set_lr(self.placement.optimizers, factor)
             self.placement.optimizers.step()
         else:
-            self._handle_nonfinite(step, result.loss, result.grad_norm, self._loss_sum(outcome))
+            ranks = nonfinite_ranks(self.model.parameters, self._runner.loss_sum(outcome), self.mesh)
+            skip_nonfinite(self.config.training, result, step, ranks, skipped=self.state.skipped)
         self.placement.optimizers.zero_grad()
         return result, outcome
 
@@ -381,106 +324,28 @@ class Trainer:
         Raises: TrainingError: the batch has nothing to predict.
         """
         check_same_assignment(item.meta, self.mesh)
-        num_targets = sum_over(self.mesh.batch_group, self._num_targets(item.meta))
+        num_targets = sum_over(self.mesh.batch_group, self._runner.num_targets(item.meta))
         if num_targets == 0:
             lack = "no clip that can be read" if self._denoising else "no token to predict; check the records' answers"
             raise TrainingError(f"step {step}: the batch has {lack}")
-        outcome = self._run(plan, item, noise=self._noise(step, hides=True), loss_grad=1.0 / num_targets)
-        parameters = self.model.parameters
-        fill_missing_grads(parameters)
-        finish_gradients(parameters)
-        sync_tied(self.model.tied, self.mesh)
-        norm = total_norm(parameters, self.mesh, skip=self._tied_copy_to_skip())
-        loss_sum = self._loss_sum(outcome)
+        outcome = self._runner.run(plan, item, noise=self._runner.noise(step, hides=True), loss_grad=1.0 / num_targets)
+        norm = self._runner.finish_gradients()
+        loss_sum = self._runner.loss_sum(outcome)
         by_source = source_sums(self._sources, plan, item.meta, item.labels, outcome.position_losses, self.mesh)
         metrics = self.metrics
         metrics.is_leader = self.mesh.is_leader
         metrics.record("tokens", item.meta.num_all_tokens)
         metrics.record("clips", item.meta.num_clips)
         totals = metrics.reduce(loss=loss_sum, stop=self._stops.number, sources=by_source)
-        result = StepResult(loss=float(totals["loss"]) / num_targets, grad_norm=float(norm), stop=bool(totals["stop"]))
+        result = StepResult(loss=float(totals["loss"]) / num_targets, grad_norm=norm, stop=bool(totals["stop"]))
         metrics.record("loss", result.loss)
         metrics.record("grad_norm", result.grad_norm)
         record_sources(metrics, self._sources, totals["sources"])
-        replica_loss = torch.tensor(loss_sum / max(1, self._num_targets(item.meta)), dtype=torch.float64)
-        if self.mesh.replica_group is not None:
-            dist.all_reduce(replica_loss, group=self.mesh.replica_group)
-        metrics.record("max_loss", float(replica_loss))
+        metrics.record("max_loss", self._runner.replica_loss(loss_sum, item.meta))
         metrics.reduce_max()
         return result, outcome
 
-    def gradients(
-        self, device: torch.device, num_steps: int, batches: Iterator[tuple[Batch, IterationMeta]] | None = None
-    ) -> Iterator[tuple[Item, StepResult]]:
-        """The first batches with their loss; while one is held, its gradients are in `self.model`.
-
-        Weights stay as they were built. Sets the job up and ends it; the process group must exist. Collective.
-
-        Args: batches: instead of the job's data, equal on all ranks of a replica; first asked when the mesh exists.
-        """
-        try:
-            self._set_up(device)
-            items = self._items if batches is None else (self.placement.data.item(*batch) for batch in batches)
-            for step in range(1, num_steps + 1):
-                item = next(items)
-                yield item, self.backward(step, item, self._plan(item.meta, step=step))[0]
-                self.placement.optimizers.zero_grad()
-        finally:
-            self._tear_down()
-
-    def timed_steps(
-        self,
-        device: torch.device,
-        batches: Iterable[tuple[Batch, IterationMeta]],
-        *,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> Generator[TimedStep]:
-        """Trains on given batches instead of the job's data, and says when each step ran.
-
-        The ranks start each step together; a step is planned before its clock starts, however long that takes. All
-        ranks of a replica give equal batches. Sets the job up and ends it; the process group must exist. Collective.
-
-        Args: clock: of steps and, on a CPU, actions. `time.thread_time` counts neither other processes nor waits.
-        """
-        try:
-            self._set_up(device)
-            self.placement.runtime.use_clock(clock)
-            for step, (batch, meta) in enumerate(batches, 1):
-                item = self.placement.data.item(batch, meta)
-                plan = self._plan(meta, step=step)
-                dist.barrier()
-                start = clock()
-                _, outcome = self.train_step(step, item, plan)
-                if device.type != "cpu":
-                    torch.accelerator.synchronize(device)
-                yield TimedStep(plan=plan, outcome=outcome, start_s=start, end_s=clock())
-        finally:
-            self._tear_down()
-
-    def _loss_sum(self, outcome: StepOutcome) -> float:
-        """This rank's share of its replica's loss: tp ranks hold equal losses, cp ranks those of their own tokens."""
-        if self.mesh.place.tp:
-            return 0.0
-        return sum((float(loss) for loss in outcome.losses.values()), 0.0)
-
-    def _handle_nonfinite(self, step: int, loss: float, norm: float, local_loss: float) -> None:
-        ranks = nonfinite_ranks(self.model.parameters, local_loss, self.mesh)
-        message = f"step {step}: loss {loss}, gradient norm {norm}; not finite on ranks {ranks}"
-        if self.config.training.on_nonfinite == "skip":
-            if self.state.skipped + 1 < MOST_SKIPPED:
-                logger.warning("%s; the step is skipped", message)
-                return
-            raise TrainingError(
-                f"{message}. It is the {MOST_SKIPPED}th skipped step in a row: other batches do not help, since the "
-                f"weights are those after step {step - MOST_SKIPPED}; lower optimizer.lr, set training.max_norm, or go "
-                "back with checkpoint.load_step"
-            )
-        raise TrainingError(
-            f"{message}. Nothing was changed by this step; lower optimizer.lr, check the data, or set "
-            'training.on_nonfinite = "skip"'
-        )
-
-    def _plan(self, meta: IterationMeta, *, step: int = 0, forward_only: bool = False) -> IterationPlan:
+    def plan(self, meta: IterationMeta, *, step: int = 0, forward_only: bool = False) -> IterationPlan:
         """The plan of an iteration, waited for. Collective over the job.
 
         Args: step: names the search's seed and the memory limits.
@@ -494,6 +359,11 @@ class Trainer:
             check_same_program(plan.program.hash, self.mesh)
             return plan
 
+    def _submit(self, step: int, item: Item) -> PendingPlan:
+        """Begins to search the plan of a step."""
+        assert self.placement.ahead is not None
+        return self.placement.ahead.submit(step, item.meta, self._memory.limited(self.planner, step))
+
     def _take(self, pending: PendingPlan) -> Planned:
         """The plan that was made while the step before ran, or the first one. Collective over the job."""
         ahead = self.placement.ahead
@@ -501,102 +371,15 @@ class Trainer:
         with errors_on_all(self.mesh.batch_group):
             return ahead.take(pending, self.config.planner.patience_s)
 
-    def _run(
-        self,
-        plan: IterationPlan,
-        item: Item,
-        *,
-        noise: ClipNoise | None,
-        loss_grad: float = 1.0,
-        want_predictions: bool = False,
-    ) -> StepOutcome:
-        """Args: noise: of a text-to-video job. want_predictions: of a language model's tokens."""
-        if item.batch is not None and self.mesh.pp_rank == 0:  # other ranks may have a part of it
-            check_batch(item.batch, item.meta, self._denoising.scale if self._denoising else None)
-        coordinates = self.mesh.place
-        inputs = StepInputs(
-            layout=plan.layout,
-            meta=item.meta,
-            mesh=self.mesh,
-            batch=item.batch,
-            labels=item.labels,
-            noise=noise,
-            attention=AttentionChoices(
-                backend=self.config.training.attention_backend,
-                part_blocks=self.config.training.attention_part_blocks,
-            ),
-            want_predictions=want_predictions,
-        )
-        self.placement.runtime.load(
-            plan.program,
-            lambda stage, work: self.planner.output_shape(plan.layout, stage, work, coordinates.cp, coordinates.tp),
-        )
-        return self.placement.runtime.step(StepFeed(self.partition, inputs), loss_grad=loss_grad)
-
-    def _noise(self, step: int, *, hides: bool) -> ClipNoise | None:
-        """The random choices of a step of a text-to-video job. Args: hides: captions may be hidden."""
-        return self._denoising.noise(step, hides=hides) if self._denoising else None
-
-    def _num_targets(self, meta: IterationMeta) -> int:
-        """Numbers that have a loss: labelled tokens, or all that is predicted of the latents."""
-        return meta.num_targets * (self._denoising.outputs if self._denoising else 1)
-
-    def _tied_copy_to_skip(self) -> torch.nn.Parameter | None:
-        """The tied head is counted in the norm where the embedding is."""
-        if not self.model.tied or self.partition.tie_ranks[1] != self.mesh.pp_rank:
-            return None
-        return self.model.tied[-1]
-
-    # --------------------------------------------------------------------------------- data of a step
-
-    def _batches(self, first: int, last: int) -> Iterator[tuple[Item, PendingPlan | None]]:
-        """The items of the steps first .. last; with the planner on, each after the next one is being planned.
-
-        An error in the data of a step is raised when that step comes, and not when it was read.
-        """
-        ahead = self.placement.ahead
-        if ahead is None:
-            for _ in range(first, last + 1):
-                yield next(self._items), None
-            return
-        waiting: deque[tuple[Item, PendingPlan] | Exception] = deque()
-        for step in range(first, last + 1):
-            while len(waiting) < 2 and step + len(waiting) <= last:
-                waiting.append(self._fetch(step + len(waiting), ahead))
-            fetched = waiting.popleft()
-            if isinstance(fetched, Exception):
-                raise fetched
-            yield fetched
-
-    def _fetch(self, step: int, ahead: PlanAhead) -> tuple[Item, PendingPlan] | Exception:
-        """The item of a step, whose plan is searched from now on; or the error of its data."""
-        try:
-            item = next(self._items)
-        except Exception as error:
-            return error
-        return item, ahead.submit(step, item.meta, self._memory.limited(self.planner, step))
-
     # ------------------------------------------------------------------------------------ validation
 
     def validate(self, step: int) -> None:
         """Loss and answers on held-out data, through the pipeline. Collective over the job."""
-        validator = Validator(
-            section=self.config.validation,
-            data=self.placement.data,
-            mesh=self.mesh,
-            sources=self._sources,
-            forward=lambda item, number: self._forward(step, item, number),
-        )
+        plan = partial(self.plan, step=step + 1, forward_only=True)
+        validator = Validator(section=self.config.validation, sources=self._sources, runner=self._runner, plan=plan)
         result = validator.validate()
         for observer in self.observers:
             observer.validated(step, result)
-
-    def _forward(self, step: int, item: Item, number: int) -> ForwardPass:
-        """A pass without gradients. Args: step: the last one before it. number: of the batch, which seeds its noise."""
-        plan = self._plan(item.meta, step=step + 1, forward_only=True)
-        outcome = self._run(plan, item, noise=self._noise(-1 - number, hides=False), want_predictions=True)
-        loss_sum, num_targets = self._loss_sum(outcome), self._num_targets(item.meta)
-        return ForwardPass(plan=plan, outcome=outcome, loss_sum=loss_sum, num_targets=num_targets)
 
 
 def _planner_in_time(config: Config) -> tuple[IterationPlanner, float]:

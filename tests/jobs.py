@@ -169,14 +169,14 @@ def die_at(step: int) -> None:
     """This rank is killed without warning in the middle of a step."""
     from mmtrain.trainer import Trainer
 
-    original = Trainer._run
+    original = Trainer.backward
 
-    def run(self, *args, **kwargs):
-        if self.state.step + 1 == step:
+    def backward(self, number, item, plan):
+        if number == step:
             os.kill(os.getpid(), signal.SIGKILL)
-        return original(self, *args, **kwargs)
+        return original(self, number, item, plan)
 
-    Trainer._run = run
+    Trainer.backward = backward
 
 
 def layout(pp: int = 1, shard: int = 1, replicate: int = 1, cp: int = 1, tp: int = 1) -> list[str]:

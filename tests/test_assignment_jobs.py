@@ -110,9 +110,10 @@ def test_metrics_show_what_was_assigned(tmp_path, charts):
 
 def drawn(rank, path, overrides, steps):
     """The batches of a job of one rank, and their metadata."""
+    from mmtrain.commands.driven_steps import gradients
     from mmtrain.trainer import Trainer
 
-    items = Trainer(config.load(path, overrides)).gradients(torch.device("cpu"), steps)
+    items = gradients(Trainer(config.load(path, overrides)), torch.device("cpu"), steps)
     return [(item.batch, item.meta) for item, _ in items]
 
 

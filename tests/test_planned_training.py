@@ -163,14 +163,14 @@ def failing_alone(rank, path, overrides):
     """Rank 1 has a bug in step 3; seconds until each rank has left."""
     from mmtrain.trainer import Trainer
 
-    original = Trainer._run
+    original = Trainer.backward
 
-    def run(self, *args, **kwargs):
-        if self.state.step + 1 == 3 and rank == 1:
+    def backward(self, step, item, plan):
+        if step == 3 and rank == 1:
             raise ZeroDivisionError
-        return original(self, *args, **kwargs)
+        return original(self, step, item, plan)
 
-    Trainer._run = run
+    Trainer.backward = backward
     start = time.monotonic()
     with pytest.raises(ZeroDivisionError if rank else RankLostError):
         Trainer(config.load(path, overrides), search=Faulty(SEED, {4: "late"})).run()
@@ -206,9 +206,10 @@ def test_a_batch_that_fits_nowhere_ends_all_replicas(tmp_path, charts, planner):
 def planned_gradients(rank, path, overrides):
     import torch
 
+    from mmtrain.commands.driven_steps import gradients
     from mmtrain.trainer import Trainer
 
-    steps = Trainer(config.load(path, overrides)).gradients(torch.device("cpu"), 2)
+    steps = gradients(Trainer(config.load(path, overrides)), torch.device("cpu"), 2)
     return [(result.loss, result.grad_norm) for _, result in steps]
 
 

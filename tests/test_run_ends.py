@@ -20,8 +20,8 @@ pytestmark = pytest.mark.ranks
 def timeouts(rank: int, path: Path, overrides: list[str]) -> dict[str, timedelta]:
     """Description of each process group of a set-up trainer -> how long its collectives wait."""
     trainer = Trainer(config.load(path, overrides))
-    trainer._set_up(torch.device("cpu"), resumes=True)
-    trainer._tear_down()
+    trainer.set_up(torch.device("cpu"), resumes=True)
+    trainer.tear_down()
     groups = list(dist.distributed_c10d._world.pg_map)
     backends = [(group, group._get_backend(torch.device("cpu"))) for group in groups if group is not dist.group.WORLD]
     return {
@@ -40,14 +40,14 @@ def test_every_group_waits_as_long_as_the_config_says(tmp_path, charts):
 
 
 def stopped(rank: int, path: Path, overrides: list[str]) -> None:
-    original = Trainer._run
+    original = Trainer.backward
 
-    def run(self, *args, **kwargs):
-        if self.state.step + 1 == 2 and rank == 1:
+    def backward(self, step, item, plan):
+        if step == 2 and rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
-        return original(self, *args, **kwargs)
+        return original(self, step, item, plan)
 
-    Trainer._run = run
+    Trainer.backward = backward
     train(rank, path, overrides)
 
 

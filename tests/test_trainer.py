@@ -85,14 +85,14 @@ def test_twenty_steps_have_one_loss_curve_on_every_layout(tmp_path, charts):
 def terminated(rank, path, overrides):
     from mmtrain.trainer import Trainer
 
-    original = Trainer._run
+    original = Trainer.backward
 
-    def run(self, *args, **kwargs):
-        if self.state.step + 1 == 3 and rank == 1:
+    def backward(self, step, item, plan):
+        if step == 3 and rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return original(self, *args, **kwargs)
+        return original(self, step, item, plan)
 
-    Trainer._run = run
+    Trainer.backward = backward
     train(rank, path, overrides)
 
 
@@ -109,22 +109,22 @@ def poisoned(rank, path, overrides, error):
     """A weight on rank 1 becomes NaN before step 3."""
     from mmtrain.trainer import Trainer
 
-    original = Trainer._run
+    original = Trainer.backward
 
-    def run(self, *args, **kwargs):
-        if self.state.step + 1 == 3 and rank == 1 and self.model.chunks:
+    def backward(self, step, item, plan):
+        if step == 3 and rank == 1 and self.model.chunks:
             with torch.no_grad():
                 parameter = next(p for p in self.model.chunks[-1].parameters())
                 self.saved = parameter.clone()
                 parameter.fill_(float("nan"))
         try:
-            return original(self, *args, **kwargs)
+            return original(self, step, item, plan)
         finally:
-            if self.state.step + 1 == 3 and rank == 1:
+            if step == 3 and rank == 1:
                 with torch.no_grad():
                     parameter.copy_(self.saved)
 
-    Trainer._run = run
+    Trainer.backward = backward
     if error is None:
         train(rank, path, overrides)
         return ""
@@ -152,9 +152,9 @@ def with_changed_image(rank, path, overrides, change):
     """One image of the batch is lost, doubled or swapped behind the loader's back."""
     from mmtrain.trainer import Trainer
 
-    original = Trainer._run
+    original = Trainer.backward
 
-    def run(self, plan, item, **kwargs):
+    def backward(self, step, item, plan):
         if item.batch is not None:
             microbatch = next(m for m in item.batch.microbatches if len(m.pixel_values) > 1)
             pixels, names = microbatch.pixel_values, microbatch.image_names
@@ -165,10 +165,10 @@ def with_changed_image(rank, path, overrides, change):
                 names.insert(1, names[0])
             else:
                 names[0], names[1] = names[1], names[0]
-        return original(self, plan, item, **kwargs)
+        return original(self, step, item, plan)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(DataError) as caught:
-        patch.setattr(Trainer, "_run", run)
+        patch.setattr(Trainer, "backward", backward)
         train(rank, path, overrides)
     return str(caught.value)
 

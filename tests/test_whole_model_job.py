@@ -6,6 +6,7 @@ import torch
 from mmtrain.checkpoint.run_folder import load_module, open_run
 from mmtrain.commands.answering import Answerer, Sampling, asked
 from mmtrain.commands.cli import main
+from mmtrain.commands.driven_steps import gradients
 from mmtrain.commands.export import export
 from mmtrain.config import config
 from mmtrain.config.data import TokenizerConfig
@@ -22,7 +23,7 @@ SAVED = ["checkpoint.enable=true", "checkpoint.interval=2"]
 
 def nth_batch(rank, path, overrides, step):
     """The batch of a step of a job of one rank, and its metadata."""
-    items = [item for item, _ in Trainer(config.load(path, overrides)).gradients(torch.device("cpu"), step)]
+    items = [item for item, _ in gradients(Trainer(config.load(path, overrides)), torch.device("cpu"), step)]
     return items[-1].batch, items[-1].meta
 
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mmtrain.commands import driven_steps
 from mmtrain.commands.local_ranks import RankDiedError, run_on_ranks
 from mmtrain.config.config import Config
 from mmtrain.config.data import DataConfig
@@ -216,7 +217,7 @@ def _save_gradients(device: torch.device, config: Config, num_steps: int, folder
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     trainer, rank = Trainer(config), dist.get_rank()
     batches = _noise_batches(trainer) if noise else None
-    for step, (item, result) in enumerate(trainer.gradients(device, num_steps, batches)):
+    for step, (item, result) in enumerate(driven_steps.gradients(trainer, device, num_steps, batches)):
         gradients: dict[str, Tensor] = {}
         for chunk in trainer.model.chunks:
             for name, parameter in chunk.named_parameters():

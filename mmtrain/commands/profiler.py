@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mmtrain.commands.driven_steps import TimedStep, timed_steps
 from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.config.config import Config
 from mmtrain.config.topology import MeshShape
@@ -42,7 +43,7 @@ from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.stage import ModalityStage
 from mmtrain.simulator.profiling.measurements import NUM_BLOCKS, Samples, StepSample, assemble, slowest
 from mmtrain.simulator.profiling.probing import CUTS, REPEATS, Cut, probing_job, small_job
-from mmtrain.trainer import TimedStep, Trainer
+from mmtrain.trainer import Trainer
 
 MESSAGE_BYTES = tuple(4**k for k in range(5, 13))
 """Sizes of the measured transfers: 1 KiB to 16 MiB."""
@@ -190,7 +191,7 @@ def _steps(
     """A trainer of a job and its steps on noise, after the first one."""
     trainer = Trainer(job)
     batches = itertools.repeat((noise_batch(job.model, meta, job.debug.seed), meta))
-    timed = trainer.timed_steps(device, batches, clock=clock)
+    timed = timed_steps(trainer, device, batches, clock=clock)
     try:
         next(timed)
         yield trainer, timed

@@ -3,7 +3,7 @@
 import math
 
 from mmtrain.modality.metadata import IterationMeta, without_deferral
-from mmtrain.observe.step_metrics import Metrics
+from mmtrain.observe.metrics import Metrics
 from mmtrain.parallel.planning import Planned, PlanStatus
 from mmtrain.planner.iteration import IterationPlan
 

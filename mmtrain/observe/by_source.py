@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.models.batch import IGNORE_INDEX
-from mmtrain.observe.step_metrics import Metrics
+from mmtrain.observe.metrics import Metrics
 from mmtrain.parallel.mesh import Mesh
 from mmtrain.planner.iteration import IterationPlan
 

@@ -1,214 +1,158 @@
-"""What a user sees of a run: the log line, the progress bar, tensorboard, metrics.jsonl."""
+"""The metrics of a step: recorded where they are known, shared by all ranks in few collectives, shown by rank 0.
 
-import io
-import json
-import logging
+`run_page/metric_table.py` says of each how ranks share it, and where it is shown.
+"""
+
 import math
-import os
-import re
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, TextIO
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
-import numpy as np
 import torch
-from PIL import Image
-from tqdm import tqdm
+import torch.distributed as dist
+from torch import Tensor
 
-from mmtrain.config.sections import MetricsConfig
-from mmtrain.data.questions import Answer
-from mmtrain.errors import ConfigError, one_line
-from mmtrain.launch.whole_files import write_whole
-from mmtrain.observe.answers import log_lines, markdown, num_right
-from mmtrain.observe.by_source import SourceTotals
-from mmtrain.observe.step_metrics import StepValues
-from mmtrain.observe.validation import Validation
-from mmtrain.parallel.titan import TensorBoardLogger, WandBLogger
-from mmtrain.run_page.metric_table import source_text
+from mmtrain.run_page.metric_table import BY_NAME, METRICS, Metric, Reduce
 
-logger = logging.getLogger("mmtrain")
-
-_PEAK_FLOPS = {  # dense bf16, from the vendors' data sheets
-    "H200": 989e12,
-    "H100": 989e12,
-    "H800": 989e12,
-    "H20": 148e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "A40": 149.7e12,
-    "B200": 2250e12,
-}
+_UNKNOWN = -math.inf
+"""Sent instead of a NaN, of which the maximum is not defined."""
 
 
-def peak_flops(section: MetricsConfig, device: torch.device) -> float:
-    """FLOP/s that MFU is measured against: configured, or those of the data sheet of a known accelerator.
+@dataclass(frozen=True, slots=True)
+class StepValues:
+    """The metrics of one step, as rank 0 shows them."""
 
-    NaN where neither is known. On a CPU it is not measured either: a matrix product at the start of a job measures the
-    load of the machine more than the CPU.
-    """
-    if section.peak_flops:
-        return section.peak_flops
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        for known, flops in sorted(_PEAK_FLOPS.items(), key=lambda item: -len(item[0])):
-            if re.search(rf"\b{known}\b", name):
-                return flops
-        logger.warning("unknown device %r: MFU is not known; set metrics.peak_flops", name)
-    return math.nan
+    values: dict[str, float]
+    """Key -> value, of all metrics."""
+    rows: tuple[tuple[Metric, str], ...]
+    """Metric and the module or source it is of, in the order of the table."""
 
+    def __getitem__(self, key: str) -> float:
+        return self.values[key]
 
-class Reporter:
-    """Writes a run's metrics; does nothing where it is not enabled."""
+    def _items(self) -> Iterator[tuple[Metric, str, float]]:
+        return ((metric, of, self.values[metric.name.format(of)]) for metric, of in self.rows)
 
-    def __init__(
-        self,
-        section: MetricsConfig,
-        folder: Path,
-        *,
-        enabled: bool,
-        steps: int,
-        start: int,
-        config: dict[str, Any] | None = None,
-    ) -> None:
-        """Args: config: of the job, for wandb. Raises: ConfigError: wandb cannot start."""
-        self._enabled = enabled
-        self._board: TensorBoardLogger | None = None
-        self._wandb: WandBLogger | None = None
-        self._file: TextIO | None = None
-        self._bar: Any = None
-        if not enabled:
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        if section.enable_wandb:
-            self._wandb = _start_wandb(folder, config)
-        self._file = _continue_jsonl(folder / "metrics.jsonl", start)
-        if section.enable_tensorboard:
-            try:
-                self._board = TensorBoardLogger(str(folder / section.save_tb_folder))
-                _continue_board(self._board, start)
-            except ModuleNotFoundError as error:  # torchtitan's needs it when it is imported
-                logger.warning("metrics.enable_tensorboard: no files for it, as %s is not installed", error.name)
-        if section.progress_bar and sys.stderr.isatty():
-            self._bar = tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True, file=sys.stderr)
+    def line(self) -> dict[str, float]:
+        """The line of metrics.jsonl."""
+        return {metric.name.format(of): value for metric, of, value in self._items() if metric.in_file}
 
-    def step(self, m: StepValues, *, quiet: bool = False) -> None:
-        """Reports one training step. Args: quiet: to metrics.jsonl only."""
-        if not self._enabled:
-            return
-        self._line(m.line())
-        if quiet:
-            return
-        self._say(m.text())
-        step = int(m["step"])
-        if self._bar is not None:
-            self._bar.update(step - self._bar.n)
-            self._bar.set_postfix(loss=f"{m['loss']:.3f}")
-        self._scalars(m.scalars(), step)
+    def scalars(self) -> dict[str, float]:
+        """Tag -> value, for tensorboard and wandb."""
+        return {
+            metric.tag.format(of): metric.scale * value if metric.scale != 1 else value
+            for metric, of, value in self._items()
+            if metric.tag and metric.when(self.values, value)
+        }
 
-    def validation(self, step: int, result: Validation) -> None:
-        """Reports one validation."""
-        if not self._enabled:
-            return
-        shares = {grade: right / count for grade, (right, count) in sorted(result.accuracy.items()) if count}
-        text = "".join(f"  {grade}: {100 * share:.1f}%" for grade, share in shares.items())
-        text = f"  accuracy{text}" if text else ""
-        shuffled = result.shuffled_loss
-        if shuffled is not None:
-            text += f"  with shuffled captions: {shuffled:.4f}"
-        text += _sources_text(result.sources)
-        self._say(f"validate step: {step:4d}  loss: {result.loss:7.4f}{text}")
-        losses = {name: totals.loss for name, totals in result.sources.items() if totals.loss is not None}
-        extra = {} if shuffled is None else {"validation_metrics/loss_shuffled_captions": shuffled}
-        self._scalars(
-            {"validation_metrics/loss": result.loss, **extra}
-            | {f"validation_metrics/accuracy/{grade}": share for grade, share in shares.items()}
-            | {f"validation_metrics/loss/{name}": loss for name, loss in losses.items()},
-            step,
+    def text(self) -> str:
+        """The log line."""
+        parts = (
+            metric.text(self.values, of) if callable(metric.text) else metric.text.format_map(self.values)
+            for metric, of, value in self._items()
+            if metric.text and metric.when(self.values, value)
         )
-        line = {"step": step, "validation_loss": result.loss, "accuracy": shares}
-        line |= {} if shuffled is None else {"shuffled_captions_loss": shuffled}
-        line |= {"loss_by_source": losses} if losses else {}
-        self._line(line | (self._answers(step, result.answers) if result.answers else {}))
-
-    def _answers(self, step: int, answers: Sequence[Answer]) -> dict[str, int]:
-        """Reports answers to held-out questions; what metrics.jsonl says of them."""
-        for line in log_lines(answers):
-            self._say(line)
-        right = num_right(answers)
-        self._scalars({"validation/exact_match": right / len(answers)}, step)
-        if self._board is not None:
-            self._board.writer.add_text("validation/answers", markdown(answers), step)
-        return {"answers": len(answers), "answers_right": right}
-
-    def image(self, step: int, name: str, make: Callable[[], bytes]) -> None:
-        """Shows an image in tensorboard and wandb. Args: make: its PNG file; called only if there is one of them."""
-        if self._board is None and self._wandb is None:
-            return
-        with Image.open(io.BytesIO(make())) as image:
-            if self._board is not None:
-                self._board.writer.add_image(name, np.asarray(image), step, dataformats="HWC")
-            if self._wandb is not None:
-                self._wandb.log({name: self._wandb.wandb.Image(image)}, step)
-
-    def close(self) -> None:
-        """Flushes and closes all files."""
-        for output in (self._board, self._wandb, self._file, self._bar):
-            if output is not None:
-                output.close()
-
-    def _say(self, text: str) -> None:
-        if self._bar is not None:
-            self._bar.clear()
-        logger.info(text)
-
-    def _scalars(self, values: Mapping[str, float], step: int) -> None:
-        for board in (self._board, self._wandb):
-            if board is not None:
-                board.log(dict(values), step)
-
-    def _line(self, values: Mapping[str, Any]) -> None:
-        assert self._file is not None
-        finite = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in values.items()}
-        self._file.write(json.dumps(finite) + "\n")  # JSON has no NaN
-        self._file.flush()
+        return "  ".join(part for part in parts if part)
 
 
-def _start_wandb(folder: Path, config: dict[str, Any] | None) -> WandBLogger:
-    os.environ.setdefault("WANDB_PROJECT", "mmtrain")
-    os.environ.setdefault("WANDB_RUN_NAME", folder.name)
-    os.environ.setdefault("WANDB_SILENT", "true")  # its lines would come between those of the log
-    try:
-        return WandBLogger(str(folder), config)
-    except Exception as error:  # of its transport, its settings, or a missing account
-        raise ConfigError(
-            f"metrics.enable_wandb: no run could be started: {one_line(error, 300)}; log in with `wandb login`, or set "
-            "WANDB_MODE=offline, which keeps the run in this folder"
-        ) from error
+@dataclass(slots=True)
+class Metrics:
+    """Takes the values of a step on this rank. All ranks record the same names, in the same order."""
 
+    is_leader: bool = True
+    """Whether this rank speaks for its replica."""
+    _recorded: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Metric -> module or source, or "" -> value."""
+    _local: list[tuple[str, str]] = field(default_factory=list)
+    """Those that wait for the other ranks' values."""
+    _own: dict[str, Metric] = field(default_factory=dict)
+    """Metrics that the table lacks."""
+    _over_run: dict[str, float] = field(default_factory=dict)
+    """Metric -> its sum over the steps."""
 
-def _sources_text(sources: Mapping[str, SourceTotals]) -> str:
-    """What the log says of several sources; empty of one."""
-    return "".join(f"  {source_text(name, totals.samples, totals.loss)}" for name, totals in sources.items())
+    def start_step(self) -> None:
+        """Forgets the values of the step before."""
+        self._recorded.clear()
+        self._local.clear()
 
+    def record(self, name: str, value: float, of: str = "", *, reduce: Reduce | None = None) -> None:
+        """Notes a value of this step.
 
-def _continue_board(board: TensorBoardLogger, start: int) -> None:
-    """Makes tensorboard forget the points of older files that a resumed run repeats."""
-    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        Args:
+            name: of the table; or a new one, which is then the key in metrics.jsonl and the tag of tensorboard.
+            of: the module or source for `{}` in the name.
+            reduce: of a new name.
+        """
+        if reduce is not None and name not in BY_NAME:
+            self._own[name] = Metric(name=name, tag=name, reduce=reduce)
+        self._recorded.setdefault(name, {})[of] = value
+        if self._metric(name).reduce is not Reduce.LAST:
+            self._local.append((name, of))
 
-    first = start + 1 if start else 0  # a new run validates before its first step
-    board.writer.file_writer.add_event(Event(step=first, session_log=SessionLog(status=SessionLog.START)))
+    def __getitem__(self, name: str) -> float:
+        return self._recorded[name][""]
 
+    def _metric(self, name: str) -> Metric:
+        return self._own[name] if name in self._own else BY_NAME[name]
 
-def _continue_jsonl(path: Path, start: int) -> TextIO:
-    """The metrics file, opened to append, without the steps that a resumed run repeats."""
-    if path.exists():
-        kept = []
-        for line in path.read_text().splitlines():
-            try:
-                if start and json.loads(line)["step"] <= start:
-                    kept.append(line + "\n")
-            except (json.JSONDecodeError, KeyError):
-                continue  # truncated by a kill
-        write_whole(path, "".join(kept))
-    return open(path, "a", encoding="utf-8")
+    def reduce(self, **others: float | Tensor) -> dict[str, Tensor]:
+        """Shares what was recorded since the last call as a sum, a mean or a spread. Collective over the job: one
+        reduction, if there is anything to share.
+
+        Returns: the sums over all ranks of other values, by their names.
+        """
+        return self._reduced(dist.ReduceOp.SUM, others)
+
+    def reduce_max(self, **others: float | Tensor) -> dict[str, Tensor]:
+        """The same for maxima."""
+        return self._reduced(dist.ReduceOp.MAX, others)
+
+    def _reduced(self, operation: dist.ReduceOp.RedOpType, others: dict[str, float | Tensor]) -> dict[str, Tensor]:
+        is_max = operation == dist.ReduceOp.MAX
+        due = [key for key in self._local if (self._metric(key[0]).reduce is Reduce.MAX) == is_max]
+        self._local = [key for key in self._local if key not in due]
+        rows = [torch.tensor(self._parts(*key), dtype=torch.float64) for key in due]
+        rows += [torch.as_tensor(value, dtype=torch.float64) for value in others.values()]
+        if not rows:
+            return {}
+        flat = torch.cat([row.flatten() for row in rows])
+        dist.all_reduce(flat, op=operation)
+        parts = [part.view(row.shape) for part, row in zip(flat.split([r.numel() for r in rows]), rows, strict=True)]
+        for key, part in zip(due, parts, strict=False):
+            self._take(*key, part.tolist())
+        return dict(zip(others, parts[len(due) :], strict=True))
+
+    def _parts(self, name: str, of: str) -> list[float]:
+        """What this rank adds to the reduction of a value."""
+        value, reduce = float(self._recorded[name][of]), self._metric(name).reduce
+        if reduce is Reduce.MAX:
+            return [_UNKNOWN if math.isnan(value) else value]
+        parts = {Reduce.SUM: [value], Reduce.MEAN: [value, 1.0], Reduce.SPREAD: [value, 1.0, value**2]}[reduce]
+        return parts if self.is_leader else [0.0] * len(parts)
+
+    def _take(self, name: str, of: str, parts: list[float]) -> None:
+        """Args: parts: of all ranks together."""
+        value, reduce = parts[0], self._metric(name).reduce
+        if reduce is Reduce.MAX:
+            value = math.nan if value == _UNKNOWN else value
+        elif reduce is Reduce.MEAN:
+            value /= parts[1]
+        elif reduce is Reduce.SPREAD:
+            value = max(0.0, parts[2] / parts[1] - (value / parts[1]) ** 2) ** 0.5
+        self._recorded[name][of] = int(value) if isinstance(self._recorded[name][of], int) else value
+
+    def finished(self) -> StepValues:
+        """The values of the step, which were reduced, and those that follow from them; counts of the run go on."""
+        for metric in METRICS:
+            if metric.over_run and metric.name in self._recorded:
+                added = self[metric.name] if metric.over_run == "sum" else int(self[metric.name] > 0)
+                self._over_run[metric.name] = self._over_run.get(metric.name, 0) + added
+                self._recorded[metric.name][""] = self._over_run[metric.name]
+        values = {name.format(of): value for name, found in self._recorded.items() for of, value in found.items()}
+        for metric in METRICS:
+            if metric.of is not None:
+                values[metric.name] = metric.of(values)
+                self._recorded[metric.name] = {"": values[metric.name]}
+        rows = (
+            (metric, of) for metric in (*METRICS, *self._own.values()) for of in self._recorded.get(metric.name, ())
+        )
+        return StepValues(values, tuple(rows))

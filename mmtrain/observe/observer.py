@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from mmtrain.config.config import Config
 from mmtrain.errors import MMTrainError
 from mmtrain.modality.metadata import IterationMeta
-from mmtrain.observe.step_metrics import Metrics
+from mmtrain.observe.metrics import Metrics
 from mmtrain.observe.validation import Validation
 from mmtrain.parallel.mesh import Mesh
 from mmtrain.parallel.planning import Planned

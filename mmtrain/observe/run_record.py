@@ -24,8 +24,8 @@ from mmtrain.observe.batch_metrics import record_batch, record_plan
 from mmtrain.observe.environment import write_environment
 from mmtrain.observe.job_summary import few_clips, start_lines
 from mmtrain.observe.log_file import LogFile
-from mmtrain.observe.metrics import Reporter, peak_flops
 from mmtrain.observe.observer import FinishedStep, Observer
+from mmtrain.observe.reporter import Reporter, peak_flops
 from mmtrain.observe.step_files import StepFiles
 from mmtrain.observe.step_timing import StepTiming
 from mmtrain.observe.validation import Validation
@@ -46,16 +46,11 @@ class RunRecord(Observer):
         self._start = start
         self.layout_begins(config, planner, mesh, start)
         self._peak_flops = peak_flops(config.metrics, mesh.device)
-        self._is_first, self._log = mesh.rank == 0, LogFile(self._folder, mesh.rank)
-        self._reporter = Reporter(
-            config.metrics,
-            self._folder,
-            enabled=mesh.rank == 0,
-            steps=config.training.steps,
-            start=start,
-            config=to_dict(config),
-        )
+        self._log = LogFile(self._folder, mesh.rank)
+        self._reporter: Reporter | None = None
         if mesh.rank == 0:
+            steps = config.training.steps
+            self._reporter = Reporter(config.metrics, self._folder, steps=steps, start=start, config=to_dict(config))
             _log_prompts(config)
 
     def layout_begins(self, config: Config, planner: IterationPlanner, mesh: Mesh, step: int) -> None:
@@ -102,7 +97,7 @@ class RunRecord(Observer):
             record_plan(metrics, step.planned)
         metrics.reduce()
         metrics.reduce_max()
-        if self._mesh.rank != 0:
+        if self._reporter is None:
             return
         timing.record(metrics, flops, self._peak_flops * shape.cp * shape.tp, plan.result.timeline)
         section, steps = self._config.metrics, self._config.training.steps
@@ -124,18 +119,20 @@ class RunRecord(Observer):
 
     def validated(self, step: int, result: Validation) -> None:
         """Reports one validation. Args: step: the last one before it."""
-        self._reporter.validation(step, result)
+        if self._reporter is not None:
+            self._reporter.validation(step, result)
         if result.answers:
             write_answers(self._folder / "answers" / f"step-{step}.json", step, result.answers)
 
     def failed(self, error: MMTrainError) -> None:
         """Notes in rank 0's log file why the run ends; the screen has it last."""
-        if self._is_first:
+        if self._reporter is not None:
             self._log.write(f"error: {error}")
 
     def close(self) -> None:
         """Flushes and closes the files."""
-        self._reporter.close()
+        if self._reporter is not None:
+            self._reporter.close()
         self._log.close()
 
 
@@ -145,6 +142,13 @@ def log_start(config: Config, planner: IterationPlanner, device: torch.device, c
     threads = search_threads(config.planner.threads, num_cores(), num_ranks)
     for line in start_lines(config, planner, device=device.type, threads=threads, cut_s=cut_s):
         logger.info("%s", line)
+
+
+def log_nothing_left(config: Config, step: int) -> None:
+    """Logs that all steps are done. Args: step: the last one."""
+    # No warning, which each rank would show.
+    text = "no step is left: step %d of training.steps = %d is done; raise it, or name another job.dump_folder"
+    logger.info(text, step, config.training.steps)
 
 
 def log_end(config: Config, step: int, skipped: int, clips: int | None) -> None:

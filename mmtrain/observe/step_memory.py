@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from mmtrain.config.config import Config
 from mmtrain.config.memory_amount import GIB, show_bytes
-from mmtrain.observe.step_metrics import Metrics
+from mmtrain.observe.metrics import Metrics
 from mmtrain.planner.iteration import IterationPlan, IterationPlanner
 from mmtrain.planner.memory.limit import BudgetHistory, MemoryBudget, MemoryRule, least_activation_bytes
 

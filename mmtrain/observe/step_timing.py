@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from mmtrain.launch.launched import local_world_size
-from mmtrain.observe.step_metrics import Metrics
+from mmtrain.observe.metrics import Metrics
 from mmtrain.parallel.mesh import Mesh
 from mmtrain.parallel.runtime import StepOutcome
 from mmtrain.schedule.plan import Plan

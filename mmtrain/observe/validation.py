@@ -13,9 +13,11 @@ from mmtrain.config.sections import ValidationConfig
 from mmtrain.data.questions import Answer, Key
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.models.batch import IGNORE_INDEX, with_other_captions
+from mmtrain.models.diffusion import ClipNoise
 from mmtrain.observe.by_source import SourceTotals, source_sums, source_totals
+from mmtrain.parallel.batch_runner import BatchRunner
 from mmtrain.parallel.mesh import Mesh
-from mmtrain.parallel.replica_data import Item, ReplicaData
+from mmtrain.parallel.replica_data import Item
 from mmtrain.parallel.runtime import StepOutcome
 from mmtrain.planner.iteration import IterationPlan
 
@@ -36,30 +38,16 @@ class Validation:
     """To held-out questions (`validation.generate`), on rank 0."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardPass:
-    """A batch that went through the pipeline without gradients."""
-
-    plan: IterationPlan
-    outcome: StepOutcome
-    """Of this rank."""
-    loss_sum: float
-    """This rank's share of the replica's loss."""
-    num_targets: int
-    """Of the replica: what the loss is a sum over."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Validator:
     """Validates a job at one layout. All methods are collective over the job."""
 
     section: ValidationConfig
-    data: ReplicaData
-    mesh: Mesh
     sources: Sequence[str]
     """Names of several sources; empty of one."""
-    forward: Callable[[Item, int], ForwardPass]
-    """Runs a batch. Second argument: its number, which seeds the noise of clips."""
+    runner: BatchRunner
+    plan: Callable[[IterationMeta], IterationPlan]
+    """Plans a batch, without gradients."""
 
     def validate(self) -> Validation:
         """Loss and answers on held-out data.
@@ -67,37 +55,42 @@ class Validator:
         An answer is right if every one of its tokens is the most likely one after the right prefix, which
         is when greedy decoding would write it.
         """
-        result = self._of(self.data.validation(self.section.steps))
+        data = self.runner.placement.data
+        result = self._of(data.validation(self.section.steps))
         if self.section.shuffled_captions:
-            shuffled = self._of(self.data.validation(self.section.steps, with_other_captions))
+            shuffled = self._of(data.validation(self.section.steps, with_other_captions))
             result = dataclasses.replace(result, shuffled_loss=shuffled.loss)
         if self.section.generate:
-            result = dataclasses.replace(result, answers=self.data.answers(self._next_tokens))
+            result = dataclasses.replace(result, answers=data.answers(self._next_tokens))
         return result
 
     def _next_tokens(self, item: Item) -> dict[Key, int]:
         """The most likely next token of each question, over all replicas."""
-        done = self.forward(item, 0)
-        return next_tokens(done.plan, item.meta, self._predictions(done, item))
+        plan, _, predictions = self._predicted(item, noise=None)
+        return next_tokens(plan, item.meta, predictions)
 
-    def _predictions(self, done: ForwardPass, item: Item) -> dict[int, Tensor]:
-        """work -> predicted token of each labelled position, on one rank of a submesh; elsewhere empty."""
-        predictions = whole_predictions(done.plan, item.labels, done.outcome.predictions, self.mesh)
-        return predictions if self.mesh.place.cp == self.mesh.place.tp == 0 else {}
+    def _predicted(
+        self, item: Item, *, noise: ClipNoise | None
+    ) -> tuple[IterationPlan, StepOutcome, dict[int, Tensor]]:
+        """A forward pass, and work -> predicted token of each labelled position; the latter on one rank of a submesh,
+        elsewhere empty."""
+        plan, mesh = self.plan(item.meta), self.runner.placement.mesh
+        outcome = self.runner.run(plan, item, noise=noise, want_predictions=True)
+        predictions = whole_predictions(plan, item.labels, outcome.predictions, mesh)
+        return plan, outcome, predictions if mesh.place.cp == mesh.place.tp == 0 else {}
 
     def _of(self, items: Iterator[Item]) -> Validation:
-        mesh = self.mesh
+        runner, mesh = self.runner, self.runner.placement.mesh
         loss_sum, num_targets = 0.0, 0
         accuracy: dict[str, tuple[int, int]] = {}
         by_source = torch.zeros(len(self.sources), 4, dtype=torch.float64)
         for number, item in enumerate(items):
-            done = self.forward(item, number)
-            predictions, outcome = self._predictions(done, item), done.outcome
-            loss_sum += done.loss_sum
-            by_source += source_sums(self.sources, done.plan, item.meta, item.labels, outcome.position_losses, mesh)
+            plan, outcome, predictions = self._predicted(item, noise=runner.noise(-1 - number, hides=False))
+            loss_sum += runner.loss_sum(outcome)
+            by_source += source_sums(self.sources, plan, item.meta, item.labels, outcome.position_losses, mesh)
             if outcome.losses and mesh.place.cp == mesh.place.tp == 0:
-                num_targets += done.num_targets
-                count_answers(done.plan, item.meta, item.labels, predictions, accuracy)
+                num_targets += runner.num_targets(item.meta)
+                count_answers(plan, item.meta, item.labels, predictions, accuracy)
         return validation_of_all(loss_sum, num_targets, accuracy, self.sources, by_source)
 
 

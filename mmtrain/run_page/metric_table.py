@@ -1,6 +1,6 @@
 """The metrics of a training step: under which names files, the log and the page know each, and how ranks share it.
 
-A new metric is a line here and a `Metrics.record` (`observe/step_metrics.py`) where its value is known.
+A new metric is a line here and a `Metrics.record` (`observe/metrics.py`) where its value is known.
 """
 
 import math

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mmtrain.checkpoint.checkpoint import Checkpointer
 from mmtrain.checkpoint.run_folder import load_module, open_run
 from mmtrain.commands.cli import main
+from mmtrain.commands.driven_steps import timed_steps
 from mmtrain.commands.export import export
 from mmtrain.config import config
 from mmtrain.config.config import Config
@@ -350,7 +351,7 @@ def step_on_noise(rank, path: Path) -> None:
     trainer = Trainer(config.load(path))
     meta = mixed_iteration(trainer.config, 1)
     batch = noise_batch(trainer.config.model, meta, 1)
-    steps = trainer.timed_steps(torch.device("cpu"), [(batch, meta)])
+    steps = timed_steps(trainer, torch.device("cpu"), [(batch, meta)])
     next(steps)
     trainer.state = dataclasses.replace(trainer.state, step=1)
     Checkpointer(trainer.config.checkpoint, trainer.folder / "checkpoint").save(trainer.state, trainer._named())

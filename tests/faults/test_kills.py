@@ -37,7 +37,7 @@ def timed(rank: int, path: Path, overrides: list[str]) -> float:
 
 
 def killed(rank: int, path: Path, overrides: list[str], victims: list[int], phase: str, seconds: float) -> None:
-    """The victims are killed some time after a phase has begun: `_set_up` or `_loop` of the trainer."""
+    """The victims are killed some time after a phase has begun: `set_up` or `_loop` of the trainer."""
     from mmtrain.trainer import Trainer
 
     def kill() -> None:
@@ -58,7 +58,7 @@ def killed(rank: int, path: Path, overrides: list[str], victims: list[int], phas
 
 def survives(path: Path, overrides: list[str], draw: random.Random, seconds: float) -> bool:
     """Whether the job comes to its end before it is killed. Args: seconds: of its whole loop."""
-    victims, phase = draw.choice([[0], [1], [0, 1]]), draw.choice(["_set_up", "_loop", "_loop", "_loop"])
+    victims, phase = draw.choice([[0], [1], [0, 1]]), draw.choice(["set_up", "_loop", "_loop", "_loop"])
     marker = path.parent / "killed"
     marker.unlink(missing_ok=True)
     try:

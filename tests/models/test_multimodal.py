@@ -13,6 +13,7 @@ from transformers import (
 )
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
+from mmtrain.commands import driven_steps
 from mmtrain.config import config
 from mmtrain.config.data import DataConfig
 from mmtrain.config.model import ProjectorConfig
@@ -74,7 +75,7 @@ def gradients(rank, path: Path):
     job = config.load(path)
     meta = mixed_iteration(job, 1)
     trainer = Trainer(job)
-    steps = trainer.gradients(torch.device("cpu"), 1, iter([(noise_batch(job.model, meta, 1), meta)]))
+    steps = driven_steps.gradients(trainer, torch.device("cpu"), 1, iter([(noise_batch(job.model, meta, 1), meta)]))
     _, result = next(steps)
     found = {
         name: parameter.grad.clone()
@@ -161,7 +162,7 @@ def test_configs_alone_make_a_job_with_random_weights(tmp_path):
     assert job.model.language.attention_mask == "modality"
     spread = mllm.job(tmp_path / "b", ParallelSpec(pp=2), specs, modality_parallelism="spread", **SECTIONS)
     assert (spread.parallelism.pipeline_parallel_degree, spread.model.language.ranks) == (2, 0)
-    assert Trainer(spread).partition.num_ranks == 2
+    assert Trainer(spread).planner.partition.num_ranks == 2
 
 
 @pytest.mark.parametrize(
@@ -205,5 +206,5 @@ def test_the_example_of_the_guide_makes_a_job(tmp_path, monkeypatch):
     found = {}
     exec(example, found)
     assert config.load(written(tmp_path, found["job"])) == found["job"]
-    ranks = {stage.module: stage.pp_rank for stage in Trainer(found["job"]).partition.stages}
+    ranks = {stage.module: stage.pp_rank for stage in Trainer(found["job"]).planner.partition.stages}
     assert ranks == {"vision": 0, "audio": 1, "language": 3}

@@ -9,7 +9,7 @@ from mmtrain.config.sections import MetricsConfig
 from mmtrain.data.questions import Answer
 from mmtrain.observe.answers import log_lines, markdown, write_answers
 from mmtrain.observe.log_file import setup_logging
-from mmtrain.observe.metrics import Reporter
+from mmtrain.observe.reporter import Reporter
 from mmtrain.observe.validation import Validation
 
 ANSWERS = tuple(
@@ -35,7 +35,7 @@ def test_the_log_has_the_first_answers_about_images_on_a_line_each():
 
 def test_tensorboard_has_the_share_and_a_table_and_metrics_the_numbers(tmp_path, capsys):
     setup_logging(0)
-    reporter = Reporter(MetricsConfig(progress_bar=False), tmp_path, enabled=True, steps=10, start=0)
+    reporter = Reporter(MetricsConfig(progress_bar=False), tmp_path, steps=10, start=0)
     reporter.validation(4, Validation(loss=2.0, accuracy={}, answers=ANSWERS))
     reporter.validation(6, Validation(loss=2.0, accuracy={}))
     reporter.close()

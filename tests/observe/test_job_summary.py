@@ -11,7 +11,7 @@ from mmtrain.config.sections import MetricsConfig
 from mmtrain.data.questions import Answer
 from mmtrain.observe.job_summary import FEW_CLIPS, few_clips, start_lines
 from mmtrain.observe.log_file import setup_logging
-from mmtrain.observe.metrics import Reporter
+from mmtrain.observe.reporter import Reporter
 from mmtrain.observe.validation import Validation
 from mmtrain.simulator.job import job_planner
 from tests.observe.test_metrics import PLANNER, step_of
@@ -122,7 +122,7 @@ def printed(tmp_path, capsys) -> list[str]:
     """What a job of two pipeline ranks on a CPU prints: a validation and a step."""
     setup_logging(0)
     section = MetricsConfig(enable_tensorboard=False, progress_bar=False)
-    reporter = Reporter(section, tmp_path, enabled=True, steps=10, start=0)
+    reporter = Reporter(section, tmp_path, steps=10, start=0)
     grades = dict.fromkeys(("easy", "hard", "medium", "text"), (1, 2))
     answers = [
         Answer(question=f"<image>\n{question}?", reference="no", answer=answer, right=answer == "no", images=(b"",))

@@ -10,7 +10,7 @@ import pytest
 from mmtrain.config.sections import MetricsConfig
 from mmtrain.errors import ConfigError
 from mmtrain.observe.log_file import LogFile, setup_logging
-from mmtrain.observe.metrics import Reporter
+from mmtrain.observe.reporter import Reporter
 from mmtrain.observe.validation import Validation
 
 logger = logging.getLogger("mmtrain")
@@ -68,7 +68,7 @@ def _new_wandb():
 def test_wandb_keeps_a_run_in_the_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     section = MetricsConfig(enable_tensorboard=False, progress_bar=False, enable_wandb=True)
-    reporter = Reporter(section, tmp_path, enabled=True, steps=1, start=0, config={"training": {"steps": 1}})
+    reporter = Reporter(section, tmp_path, steps=1, start=0, config={"training": {"steps": 1}})
     reporter.validation(1, Validation(loss=2.5, accuracy={"easy": (1, 2)}))
     reporter.close()
     (run,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
@@ -87,7 +87,7 @@ def test_wandb_without_an_account_is_one_line(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     section = MetricsConfig(enable_tensorboard=False, progress_bar=False, enable_wandb=True)
     with pytest.raises(ConfigError, match=r"metrics.enable_wandb: no run could be started: .*WANDB_MODE=offline"):
-        Reporter(section, tmp_path, enabled=True, steps=1, start=0)
+        Reporter(section, tmp_path, steps=1, start=0)
 
 
 def test_a_name_in_the_log_cannot_steer_the_terminal(tmp_path, capsys):

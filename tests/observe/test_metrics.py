@@ -9,11 +9,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from mmtrain.config.sections import MetricsConfig
 from mmtrain.observe.by_source import SourceTotals, record_sources
 from mmtrain.observe.log_file import setup_logging
-from mmtrain.observe.metrics import Reporter, peak_flops
+from mmtrain.observe.metrics import Metrics
+from mmtrain.observe.reporter import Reporter, peak_flops
 from mmtrain.observe.step_memory import memory_gib
-from mmtrain.observe.step_metrics import Metrics
 from mmtrain.observe.validation import Validation
-from mmtrain.run_page.metric_table import BY_NAME, METRICS, Reduce
+from mmtrain.run_page.metric_table import Reduce
 from tests.ranks import run_ranks
 
 STEP = {
@@ -46,7 +46,7 @@ def step_of(**changes):
 
 def reporter(folder, **changes):
     section = MetricsConfig(enable_tensorboard=False, progress_bar=False)
-    return Reporter(section, folder, **({"enabled": True, "steps": 10, "start": 0} | changes))
+    return Reporter(section, folder, **({"steps": 10, "start": 0} | changes))
 
 
 def lines(folder):
@@ -137,7 +137,7 @@ def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path, start, valu
     """Killed after step 3, resumed from the checkpoint of step 2; or begun anew in the same folder."""
     section = MetricsConfig(progress_bar=False)
     for first, steps, scale in ((0, (1, 2, 3), 1.0), (start, range(start + 1, 5), 10.0)):
-        report = Reporter(section, tmp_path, enabled=True, steps=10, start=first)
+        report = Reporter(section, tmp_path, steps=10, start=first)
         if first == 0:
             report.validation(0, Validation(loss=scale, accuracy={}))
         for step in steps:
@@ -159,14 +159,6 @@ def test_a_new_run_starts_a_new_file_and_quiet_steps_are_in_it(tmp_path, capsys)
     assert "step:    1" not in capsys.readouterr().out
     assert [line["step"] for line in lines(tmp_path)] == [0, 1]
     assert lines(tmp_path)[1]["loss"] is None
-
-
-def test_a_rank_that_does_not_report_writes_nothing(tmp_path):
-    report = reporter(tmp_path, enabled=False)
-    report.step(step_of())
-    report.validation(0, Validation(loss=1.0, accuracy={}))
-    report.close()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_other_ranks_log_warnings_with_their_number(capsys):
@@ -252,7 +244,7 @@ def shared(rank):
     metrics.record("sound_s", 0.5)
     metrics.record("replica_spread_s", 1.0 + rank)
     metrics.record("memory_gib", float(rank))
-    metrics.record("memory_measured_gib", math.nan if rank else 2.0)
+    metrics.record("memory_measured_gib", 2.0 if rank == 1 else math.nan)
     metrics.record("mine", 3.0 + rank, reduce=Reduce.MEAN)
     metrics.record("loss", 7.0 + rank)
     others = metrics.reduce(loss=1.0 + rank, rows=torch.tensor([[1, rank], [0, 2]]))
@@ -282,10 +274,3 @@ def test_a_metric_of_an_observer_needs_no_table():
     assert values.line()["weights/largest"] == values.scalars()["weights/largest"] == 3.5
     with pytest.raises(KeyError, match="no_such"):
         metrics.record("no_such", 1.0)
-
-
-def test_names_and_tags_are_one_each():
-    assert len(BY_NAME) == len(METRICS)
-    tags = [metric.tag for metric in METRICS if metric.tag]
-    assert len(set(tags)) == len(tags)
-    assert {metric.over_run for metric in METRICS} == {"", "sum", "steps"}

@@ -2,8 +2,8 @@
 
 import pytest
 
+from mmtrain.observe.metrics import Metrics
 from mmtrain.observe.step_files import flops_of
-from mmtrain.observe.step_metrics import Metrics
 from mmtrain.observe.step_timing import StepTiming, planned_timing
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.simulate import simulate

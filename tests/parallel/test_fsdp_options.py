@@ -31,12 +31,13 @@ def degrees(layout):
 
 def differences(rank, path, layout, variants):
     """For each variant: (loss, norm, largest difference of a gradient from the first variant's), on one rank."""
+    from mmtrain.commands import driven_steps
     from mmtrain.trainer import Trainer
 
     found, first = [], None
     for overrides in variants:
         trainer = Trainer(config.load(path, [*degrees(layout), *overrides]))
-        for _, result in trainer.gradients(torch.device("cpu"), 1):
+        for _, result in driven_steps.gradients(trainer, torch.device("cpu"), 1):
             gradients = {
                 name: parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
                 for chunk in trainer.model.chunks
@@ -88,6 +89,7 @@ def test_gradients_are_bitwise_equal_in_every_mode(tmp_path, charts, layout, var
 
 def states(rank, path):
     """Where parameters are between two uses: (gathered units after a forward, actions of the program)."""
+    from mmtrain.commands import driven_steps
     from mmtrain.parallel.torch_private import fsdp_modules
     from mmtrain.trainer import Trainer
 
@@ -95,11 +97,11 @@ def states(rank, path):
     for overrides in ([], [ALWAYS]):
         trainer = Trainer(config.load(path, ["parallelism.context_parallel_degree=2", *overrides]))
         sizes = []
-        for item, _ in trainer.gradients(torch.device("cpu"), 1):
-            plan = trainer._plan(item.meta)
+        for item, _ in driven_steps.gradients(trainer, torch.device("cpu"), 1):
+            plan = trainer.plan(item.meta)
             kinds = {action.kind for action in plan.program.actions[0]}
             stages = {a.stage for a in plan.program.actions[0] if a.kind is Kind.UNSHARD}
-            for place in trainer.partition.stages:
+            for place in trainer.planner.partition.stages:
                 chunk = trainer.model.chunks[place.index]
                 gathered = []
                 for unit in fsdp_modules(chunk)[1:]:
@@ -161,6 +163,7 @@ def test_offload_alone_is_a_reason_for_fsdp(tmp_path, charts):
 def test_offloaded_parameters_gradients_and_moments_are_in_host_memory(tmp_path, charts):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+    from mmtrain.commands import driven_steps
     from mmtrain.parallel.meeting import meet
     from mmtrain.parallel.mesh import init_process_group
     from mmtrain.trainer import Trainer
@@ -170,7 +173,7 @@ def test_offloaded_parameters_gradients_and_moments_are_in_host_memory(tmp_path,
     init_process_group(job.comm, torch.device("cuda", 0), meet(job.comm))
     try:
         trainer = Trainer(job)
-        for _ in trainer.gradients(torch.device("cuda", 0), 1):
+        for _ in driven_steps.gradients(trainer, torch.device("cuda", 0), 1):
             assert {p.device.type for p in trainer.model.parameters} == {"cpu"}
             assert {p.grad.device.type for p in trainer.model.parameters} == {"cpu"}
     finally:

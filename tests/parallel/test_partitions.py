@@ -134,7 +134,9 @@ def test_a_job_goes_on_with_another_partition(tmp_path, charts):
 def test_the_job_of_that_test_has_its_language_model_on_another_rank(tmp_path, charts):
     path = write_config(tmp_path, charts)
     ranks = {
-        how: Trainer(config.load(path, [*layout(pp=2), *OPEN_KEYS, f"planner.partition={how}"])).partition.text_rank
+        how: Trainer(
+            config.load(path, [*layout(pp=2), *OPEN_KEYS, f"planner.partition={how}"])
+        ).planner.partition.text_rank
         for how in ("dip", "mixed-latency")
     }
     assert ranks == {"dip": 0, "mixed-latency": 1}

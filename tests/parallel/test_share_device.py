@@ -38,6 +38,7 @@ def test_nccl_carries_what_is_not_shared() -> None:
 
 def losses(rank: int, folder: Path, share: bool) -> tuple[bool, list[float]]:
     """Of two steps on noise."""
+    from mmtrain.commands.driven_steps import timed_steps
     from mmtrain.trainer import Trainer
 
     options = [*layout(pp=2), f"comm.share_device={str(share).lower()}"]
@@ -46,7 +47,7 @@ def losses(rank: int, folder: Path, share: bool) -> tuple[bool, list[float]]:
     trainer = Trainer(job)
     batches = repeat((noise_batch(job.model, meta, 0), meta), 2)
     found = [
-        sum(map(float, step.outcome.losses.values())) for step in trainer.timed_steps(torch.device("cpu"), batches)
+        sum(map(float, step.outcome.losses.values())) for step in timed_steps(trainer, torch.device("cpu"), batches)
     ]
     return trainer.mesh.channels.through_host, found
 

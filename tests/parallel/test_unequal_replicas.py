@@ -53,7 +53,7 @@ class Fed(Trainer):
         several = mesh.shape.dp > 1
         chosen = OF_REPLICAS[mesh.dp_rank] if several else range(len(SHAPES))
         batches = [batch_of(self.config, step, chosen, deferral=several) for step in range(STEPS)]
-        self._items = iter([self.placement.data.item(*batch) for batch in batches])
+        self.items = iter([self.placement.data.item(*batch) for batch in batches])
 
 
 def batch_of(

@@ -1,0 +1,204 @@
+"""What a user sees of a run: the log line, the progress bar, tensorboard, metrics.jsonl."""
+
+import io
+import json
+import logging
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import torch
+from PIL import Image
+from tqdm import tqdm
+
+from mmtrain.config.sections import MetricsConfig
+from mmtrain.data.questions import Answer
+from mmtrain.errors import ConfigError, one_line
+from mmtrain.launch.whole_files import write_whole
+from mmtrain.observe.answers import log_lines, markdown, num_right
+from mmtrain.observe.by_source import SourceTotals
+from mmtrain.observe.metrics import StepValues
+from mmtrain.observe.validation import Validation
+from mmtrain.parallel.titan import TensorBoardLogger, WandBLogger
+from mmtrain.run_page.metric_table import source_text
+
+logger = logging.getLogger("mmtrain")
+
+_PEAK_FLOPS = {  # dense bf16, from the vendors' data sheets
+    "H200": 989e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A40": 149.7e12,
+    "B200": 2250e12,
+}
+
+
+def peak_flops(section: MetricsConfig, device: torch.device) -> float:
+    """FLOP/s that MFU is measured against: configured, or those of the data sheet of a known accelerator.
+
+    NaN where neither is known. On a CPU it is not measured either: a matrix product at the start of a job measures the
+    load of the machine more than the CPU.
+    """
+    if section.peak_flops:
+        return section.peak_flops
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        for known, flops in sorted(_PEAK_FLOPS.items(), key=lambda item: -len(item[0])):
+            if re.search(rf"\b{known}\b", name):
+                return flops
+        logger.warning("unknown device %r: MFU is not known; set metrics.peak_flops", name)
+    return math.nan
+
+
+class Reporter:
+    """Writes a run's metrics: rank 0 has one."""
+
+    def __init__(
+        self,
+        section: MetricsConfig,
+        folder: Path,
+        *,
+        steps: int,
+        start: int,
+        config: dict[str, Any] | None = None,
+    ) -> None:
+        """Args: config: of the job, for wandb. Raises: ConfigError: wandb cannot start."""
+        self._board: TensorBoardLogger | None = None
+        self._wandb: WandBLogger | None = None
+        self._bar: Any = None
+        folder.mkdir(parents=True, exist_ok=True)
+        if section.enable_wandb:
+            self._wandb = _start_wandb(folder, config)
+        self._file = _continue_jsonl(folder / "metrics.jsonl", start)
+        if section.enable_tensorboard:
+            try:
+                self._board = TensorBoardLogger(str(folder / section.save_tb_folder))
+                _continue_board(self._board, start)
+            except ModuleNotFoundError as error:  # torchtitan's needs it when it is imported
+                logger.warning("metrics.enable_tensorboard: no files for it, as %s is not installed", error.name)
+        if section.progress_bar and sys.stderr.isatty():
+            self._bar = tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True, file=sys.stderr)
+
+    def step(self, m: StepValues, *, quiet: bool = False) -> None:
+        """Reports one training step. Args: quiet: to metrics.jsonl only."""
+        self._line(m.line())
+        if quiet:
+            return
+        self._say(m.text())
+        step = int(m["step"])
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+            self._bar.set_postfix(loss=f"{m['loss']:.3f}")
+        self._scalars(m.scalars(), step)
+
+    def validation(self, step: int, result: Validation) -> None:
+        """Reports one validation."""
+        shares = {grade: right / count for grade, (right, count) in sorted(result.accuracy.items()) if count}
+        text = "".join(f"  {grade}: {100 * share:.1f}%" for grade, share in shares.items())
+        text = f"  accuracy{text}" if text else ""
+        shuffled = result.shuffled_loss
+        if shuffled is not None:
+            text += f"  with shuffled captions: {shuffled:.4f}"
+        text += _sources_text(result.sources)
+        self._say(f"validate step: {step:4d}  loss: {result.loss:7.4f}{text}")
+        losses = {name: totals.loss for name, totals in result.sources.items() if totals.loss is not None}
+        extra = {} if shuffled is None else {"validation_metrics/loss_shuffled_captions": shuffled}
+        self._scalars(
+            {"validation_metrics/loss": result.loss, **extra}
+            | {f"validation_metrics/accuracy/{grade}": share for grade, share in shares.items()}
+            | {f"validation_metrics/loss/{name}": loss for name, loss in losses.items()},
+            step,
+        )
+        line = {"step": step, "validation_loss": result.loss, "accuracy": shares}
+        line |= {} if shuffled is None else {"shuffled_captions_loss": shuffled}
+        line |= {"loss_by_source": losses} if losses else {}
+        self._line(line | (self._answers(step, result.answers) if result.answers else {}))
+
+    def _answers(self, step: int, answers: Sequence[Answer]) -> dict[str, int]:
+        """Reports answers to held-out questions; what metrics.jsonl says of them."""
+        for line in log_lines(answers):
+            self._say(line)
+        right = num_right(answers)
+        self._scalars({"validation/exact_match": right / len(answers)}, step)
+        if self._board is not None:
+            self._board.writer.add_text("validation/answers", markdown(answers), step)
+        return {"answers": len(answers), "answers_right": right}
+
+    def image(self, step: int, name: str, make: Callable[[], bytes]) -> None:
+        """Shows an image in tensorboard and wandb. Args: make: its PNG file; called only if there is one of them."""
+        if self._board is None and self._wandb is None:
+            return
+        with Image.open(io.BytesIO(make())) as image:
+            if self._board is not None:
+                self._board.writer.add_image(name, np.asarray(image), step, dataformats="HWC")
+            if self._wandb is not None:
+                self._wandb.log({name: self._wandb.wandb.Image(image)}, step)
+
+    def close(self) -> None:
+        """Flushes and closes all files."""
+        for output in (self._board, self._wandb, self._file, self._bar):
+            if output is not None:
+                output.close()
+
+    def _say(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.clear()
+        logger.info(text)
+
+    def _scalars(self, values: Mapping[str, float], step: int) -> None:
+        for board in (self._board, self._wandb):
+            if board is not None:
+                board.log(dict(values), step)
+
+    def _line(self, values: Mapping[str, Any]) -> None:
+        finite = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in values.items()}
+        self._file.write(json.dumps(finite) + "\n")  # JSON has no NaN
+        self._file.flush()
+
+
+def _start_wandb(folder: Path, config: dict[str, Any] | None) -> WandBLogger:
+    os.environ.setdefault("WANDB_PROJECT", "mmtrain")
+    os.environ.setdefault("WANDB_RUN_NAME", folder.name)
+    os.environ.setdefault("WANDB_SILENT", "true")  # its lines would come between those of the log
+    try:
+        return WandBLogger(str(folder), config)
+    except Exception as error:  # of its transport, its settings, or a missing account
+        raise ConfigError(
+            f"metrics.enable_wandb: no run could be started: {one_line(error, 300)}; log in with `wandb login`, or set "
+            "WANDB_MODE=offline, which keeps the run in this folder"
+        ) from error
+
+
+def _sources_text(sources: Mapping[str, SourceTotals]) -> str:
+    """What the log says of several sources; empty of one."""
+    return "".join(f"  {source_text(name, totals.samples, totals.loss)}" for name, totals in sources.items())
+
+
+def _continue_board(board: TensorBoardLogger, start: int) -> None:
+    """Makes tensorboard forget the points of older files that a resumed run repeats."""
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+    first = start + 1 if start else 0  # a new run validates before its first step
+    board.writer.file_writer.add_event(Event(step=first, session_log=SessionLog(status=SessionLog.START)))
+
+
+def _continue_jsonl(path: Path, start: int) -> TextIO:
+    """The metrics file, opened to append, without the steps that a resumed run repeats."""
+    if path.exists():
+        kept = []
+        for line in path.read_text().splitlines():
+            try:
+                if start and json.loads(line)["step"] <= start:
+                    kept.append(line + "\n")
+            except (json.JSONDecodeError, KeyError):
+                continue  # truncated by a kill
+        write_whole(path, "".join(kept))
+    return open(path, "a", encoding="utf-8")

@@ -1,0 +1,185 @@
+"""Batches on their way through the pipeline of one layout."""
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from mmtrain.config.config import Config
+from mmtrain.config.sections import TrainingConfig
+from mmtrain.data.tokenizer import job_tokenizer
+from mmtrain.errors import TrainingError
+from mmtrain.modality.metadata import IterationMeta
+from mmtrain.models.attention.context import AttentionChoices
+from mmtrain.models.batch import check_batch
+from mmtrain.models.diffusion import ClipNoise, Denoising, null_token
+from mmtrain.parallel.feed import StepFeed
+from mmtrain.parallel.feeds.inputs import StepInputs
+from mmtrain.parallel.grads import fill_missing_grads, sync_tied, total_norm
+from mmtrain.parallel.placement import Placement
+from mmtrain.parallel.planning import PendingPlan
+from mmtrain.parallel.replica_data import Item
+from mmtrain.parallel.runtime import StepOutcome
+from mmtrain.parallel.tensor import finish_gradients
+from mmtrain.planner.iteration import IterationPlan, IterationPlanner
+
+logger = logging.getLogger("mmtrain")
+
+MOST_SKIPPED = 10
+"""Steps in a row that training.on_nonfinite = "skip" skips."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What the weights after a step depend on, over all replicas."""
+
+    loss: float
+    grad_norm: float
+    stop: bool
+    """Whether some rank was asked to stop."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the step may change the weights."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchRunner:
+    """Runs batches on one rank."""
+
+    training: TrainingConfig
+    planner: IterationPlanner
+    placement: Placement
+    denoising: Denoising | None
+    """Of a text-to-video job."""
+
+    def run(
+        self,
+        plan: IterationPlan,
+        item: Item,
+        *,
+        noise: ClipNoise | None,
+        loss_grad: float = 1.0,
+        want_predictions: bool = False,
+    ) -> StepOutcome:
+        """The outcome of a plan. Collective over pp.
+
+        Args: noise: of a text-to-video job. want_predictions: of a language model's tokens.
+        """
+        mesh, runtime = self.placement.mesh, self.placement.runtime
+        if item.batch is not None and mesh.pp_rank == 0:  # other ranks may have a part of it
+            check_batch(item.batch, item.meta, self.denoising.scale if self.denoising else None)
+        inputs = StepInputs(
+            layout=plan.layout,
+            meta=item.meta,
+            mesh=mesh,
+            batch=item.batch,
+            labels=item.labels,
+            noise=noise,
+            attention=AttentionChoices(
+                backend=self.training.attention_backend, part_blocks=self.training.attention_part_blocks
+            ),
+            want_predictions=want_predictions,
+        )
+        runtime.load(
+            plan.program,
+            lambda stage, work: self.planner.output_shape(plan.layout, stage, work, mesh.place.cp, mesh.place.tp),
+        )
+        return runtime.step(StepFeed(self.planner.partition, inputs), loss_grad=loss_grad)
+
+    def noise(self, step: int, *, hides: bool) -> ClipNoise | None:
+        """The random choices of a step of a text-to-video job. Args: hides: captions may be hidden."""
+        return self.denoising.noise(step, hides=hides) if self.denoising else None
+
+    def num_targets(self, meta: IterationMeta) -> int:
+        """Numbers that have a loss: labelled tokens, or all that is predicted of the latents."""
+        return meta.num_targets * (self.denoising.outputs if self.denoising else 1)
+
+    def loss_sum(self, outcome: StepOutcome) -> float:
+        """This rank's share of its replica's loss: tp ranks hold equal losses, cp ranks those of their own tokens."""
+        if self.placement.mesh.place.tp:
+            return 0.0
+        return sum((float(loss) for loss in outcome.losses.values()), 0.0)
+
+    def replica_loss(self, loss_sum: float, meta: IterationMeta) -> float:
+        """The mean loss of this rank's replica. Collective over the replica. Args: loss_sum: of this rank."""
+        loss = torch.tensor(loss_sum / max(1, self.num_targets(meta)), dtype=torch.float64)
+        if self.placement.mesh.replica_group is not None:
+            dist.all_reduce(loss, group=self.placement.mesh.replica_group)
+        return float(loss)
+
+    def finish_gradients(self) -> float:
+        """Completes the gradients of this rank's parameters over all axes; their norm. Collective over the job."""
+        model, mesh = self.placement.model, self.placement.mesh
+        fill_missing_grads(model.parameters)
+        finish_gradients(model.parameters)
+        sync_tied(model.tied, mesh)
+        # The tied head is counted in the norm where the embedding is.
+        skip = model.tied[-1] if model.tied and self.planner.partition.tie_ranks[1] == mesh.pp_rank else None
+        return float(total_norm(model.parameters, mesh, skip=skip))
+
+
+def job_denoising(config: Config) -> Denoising | None:
+    """The random choices of a text-to-video job; None of another one. Raises: ConfigError."""
+    return Denoising.of(config, null_token(job_tokenizer(config))) if config.model.reads_clips else None
+
+
+def planned_ahead(
+    items: Iterator[Item], first: int, last: int, submit: Callable[[int, Item], PendingPlan] | None
+) -> Iterator[tuple[Item, PendingPlan | None]]:
+    """The items of the steps first .. last, each after the next one is being planned.
+
+    An error in the data of a step is raised when that step comes, and not when it was read.
+
+    Args: submit: begins to plan the item of a step; None: plans are made when their step comes.
+    """
+    if submit is None:
+        for _ in range(first, last + 1):
+            yield next(items), None
+        return
+    waiting: deque[tuple[Item, PendingPlan] | Exception] = deque()
+    for step in range(first, last + 1):
+        while len(waiting) < 2 and step + len(waiting) <= last:
+            waiting.append(_fetched(items, step + len(waiting), submit))
+        fetched = waiting.popleft()
+        if isinstance(fetched, Exception):
+            raise fetched
+        yield fetched
+
+
+def _fetched(
+    items: Iterator[Item], step: int, submit: Callable[[int, Item], PendingPlan]
+) -> tuple[Item, PendingPlan] | Exception:
+    """The item of a step, whose plan is searched from now on; or the error of its data."""
+    try:
+        item = next(items)
+    except Exception as error:
+        return error
+    return item, submit(step, item)
+
+
+def skip_nonfinite(section: TrainingConfig, result: StepResult, step: int, ranks: list[int], *, skipped: int) -> None:
+    """Logs that a step is skipped.
+
+    Args: ranks: whose loss or gradients are not finite. skipped: steps in a row before it.
+    Raises: TrainingError: it is one too many, or none may be skipped.
+    """
+    message = f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}; not finite on ranks {ranks}"
+    if section.on_nonfinite == "skip":
+        if skipped + 1 < MOST_SKIPPED:
+            logger.warning("%s; the step is skipped", message)
+            return
+        raise TrainingError(
+            f"{message}. It is the {MOST_SKIPPED}th skipped step in a row: other batches do not help, since the "
+            f"weights are those after step {step - MOST_SKIPPED}; lower optimizer.lr, set training.max_norm, or go "
+            "back with checkpoint.load_step"
+        )
+    raise TrainingError(
+        f"{message}. Nothing was changed by this step; lower optimizer.lr, check the data, or set "
+        'training.on_nonfinite = "skip"'
+    )
