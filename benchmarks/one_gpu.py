@@ -47,7 +47,8 @@ from mmtrain.models.batch import Batch, Microbatch, document_positions
 from mmtrain.models.projector import Projector
 from mmtrain.models.reference import ReferenceModel
 from mmtrain.observe.metrics import peak_flops
-from mmtrain.simulator.job import job_planner
+from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.simulator.job import make_job
 from mmtrain.spec.builders import model_spec
 
 WARM = 2
@@ -406,14 +407,14 @@ def check_losses(found: Mapping[str, Outcome]) -> None:
 
 def report(config: Config, size: Size, device: torch.device, found: dict[str, list[Outcome]]) -> None:
     metas = [iteration(config, size, seed) for seed in range(BATCHES)]
-    planner = job_planner(config)
+    planner = IterationPlanner(make_job(config))
     flops = np.mean([
-        sum(of.total for of in planner.flops(planner.plan(meta).batching).values()) for meta in metas
+        sum(of.total for of in planner.job.flops(planner.plan(meta).batching).values()) for meta in metas
     ])  # fmt: skip
     tokens, images = np.mean([(meta.num_tokens, meta.num_images) for meta in metas], axis=0)
     peak = peak_flops(config.metrics, device)
     print(
-        f"{sum(module.num_params for module in planner.spec.modules):,} parameters; a step of {size.microbatches} "
+        f"{sum(module.num_params for module in planner.job.spec.modules):,} parameters; a step of {size.microbatches} "
         f"microbatches: {tokens:.0f} tokens, {images:.0f} images, {flops:.3g} model FLOPs; peak "
         f"{'not known' if np.isnan(peak) else f'{peak:.3g} FLOP/s'}"
     )

@@ -64,17 +64,17 @@ from mmtrain.parallel.meeting import Patience, meet
 from mmtrain.parallel.mesh import Mesh, init_process_group, pick_device
 from mmtrain.parallel.optim import lr_factor, set_lr
 from mmtrain.parallel.placement import Placement
-from mmtrain.parallel.planning import PendingPlan, PlanAhead, Planned
+from mmtrain.parallel.planning import PendingPlan, PlanAhead, Planned, Search
 from mmtrain.parallel.replica_data import Item
 from mmtrain.parallel.roll_call import RollCall, common_reason, is_communication
 from mmtrain.parallel.runtime import StepOutcome
 from mmtrain.parallel.tensor import finish_gradients
 from mmtrain.parallel.torch_private import default_store, set_default_timeout, set_timeout
-from mmtrain.planner.iteration import IterationPlan, IterationPlanner
+from mmtrain.planner.iteration import IterationPlan
+from mmtrain.planner.job import Job
 from mmtrain.planner.partition.partition import Partition
-from mmtrain.planner.plan_choice import Search
-from mmtrain.planner.search import search as searching
-from mmtrain.simulator.job import job_planner
+from mmtrain.planner.plan import make_plan
+from mmtrain.simulator.job import make_job
 
 logger = logging.getLogger("mmtrain")
 
@@ -98,7 +98,7 @@ class TimedStep:
 class Trainer:
     """One rank of a training job."""
 
-    def __init__(self, config: Config, *, search: Search = searching.search) -> None:
+    def __init__(self, config: Config, *, search: Search = make_plan) -> None:
         """Checks the config, and prepares all that needs no process group.
 
         Args: search: finds the plans of iterations (`planner.enable`).
@@ -110,7 +110,7 @@ class Trainer:
         check_video(config)
         self.folder = Path(config.job.dump_folder)
         saved_ops(config.activation_checkpoint)
-        self.planner, self._cut_s = _planner_in_time(config)
+        self.job, self._cut_s = _job_in_time(config)
         self._denoising: Denoising | None = None
         if config.model.reads_clips:
             self._denoising = Denoising.of(config, null_token(job_tokenizer(config)))
@@ -140,8 +140,8 @@ class Trainer:
 
     @property
     def partition(self) -> Partition:
-        """The one of the planner."""
-        return self.planner.partition
+        """The one of the job."""
+        return self.job.partition
 
     def run(self, layouts: Mapping[int, ParallelismConfig] | None = None) -> None:
         """Trains to the last step, or until SIGTERM or SIGINT. Joins the job's process group unless the caller has.
@@ -162,7 +162,7 @@ class Trainer:
         try:
             with common_reason(roll_call, lambda: self._patience, self._locate):
                 if owns_group:
-                    check_alike(store, launched, job_inputs(self.config, self.planner.schedule, device, launched))
+                    check_alike(store, launched, job_inputs(self.config, self.job.schedule, device, launched))
                     init_process_group(comm, device, store)
                 with owned_by_rank_zero(self.folder):
                     if self.config.checkpoint.enable:
@@ -186,7 +186,7 @@ class Trainer:
             text = "no step is left: step %d of training.steps = %d is done; raise it, or name another job.dump_folder"
             logger.info(text, self.state.step, steps)
             return
-        self._record = RunRecord(self.config, self.planner, self.mesh, self.state.step)
+        self._record = RunRecord(self.config, self.job, self.mesh, self.state.step)
         if dist.get_rank() == 0:
             log_prompts(self.config)
         end = "saves and ends" if self.checkpointer else "ends"
@@ -246,9 +246,9 @@ class Trainer:
 
     def _build(self, device: torch.device) -> None:
         """Places the job as its config says, with initial weights. Collective over the job."""
-        log_start(self.config, self.planner, device, self._cut_s)
-        self._memory = JobMemory.budgeted(self.config, self.planner, device, self._device_memory)
-        self._placement = Placement.build(self.config, self.planner, device, self._search)
+        log_start(self.config, self.job, device, self._cut_s)
+        self._memory = JobMemory.budgeted(self.config, self.job, device, self._device_memory)
+        self._placement = Placement.build(self.config, self.job, device, self._search)
 
     def _named(self) -> NamedTensors:
         """The tensors of the placement."""
@@ -268,7 +268,7 @@ class Trainer:
         config = dataclasses.replace(self.config, parallelism=parallelism)
         config_module.check(config)
         parallelism.mesh_shape.check_world_size(dist.get_world_size())
-        planner, cut_s = _planner_in_time(config)
+        job, cut_s = _job_in_time(config)
         logger.info("after step %d the layout changes", self.state.step)
         device, tensors = self.mesh.device, HeldTensors.of(self._named())
         assert self._record is not None
@@ -276,11 +276,11 @@ class Trainer:
         self.placement.close()
         self._placement, self._items = None, iter(())
         gc.collect()  # hooks refer to modules: their memory is needed now
-        self.config, self.planner, self._cut_s = config, planner, cut_s
+        self.config, self.job, self._cut_s = config, job, cut_s
         self._build(device)
         tensors.restore(self._named())
         self._take_up()
-        self._record.describe(config, planner, self.mesh, self.state.step)
+        self._record.describe(config, job, self.mesh, self.state.step)
 
     def _tear_down(self, *, lost: bool = False) -> None:
         """Args: lost: a rank does not answer."""
@@ -501,12 +501,12 @@ class Trainer:
 
         Args: step: names the search's seed and the memory limits.
         """
-        planner = self._memory.limited(self.planner, step)
+        planner = self._memory.limited(self.job, step)
         with errors_on_all(self.mesh.batch_group):
             ahead = self.placement.ahead
             if ahead and not forward_only:
-                return ahead.now(step, meta, planner).plan
-            plan = ahead.forward(meta, planner) if ahead else planner.plan(meta, forward_only=forward_only)
+                return ahead.take(ahead.submit(step, meta, planner)).plan
+            plan = planner.plan(meta, forward_only=forward_only)
             check_same_program(plan.program.hash, self.mesh)
             return plan
 
@@ -545,7 +545,7 @@ class Trainer:
         )
         self.placement.runtime.load(
             plan.program,
-            lambda stage, work: self.planner.output_shape(plan.layout, stage, work, coordinates.cp, coordinates.tp),
+            lambda stage, work: self.job.output_shape(plan.layout, stage, work, coordinates.cp, coordinates.tp),
         )
         return self.placement.runtime.step(StepFeed(self.partition, inputs), loss_grad=loss_grad)
 
@@ -590,7 +590,7 @@ class Trainer:
             item = next(self._items)
         except Exception as error:
             return error
-        return item, ahead.submit(step, item.meta, self._memory.limited(self.planner, step))
+        return item, ahead.submit(step, item.meta, self._memory.limited(self.job, step))
 
     # ------------------------------------------------------------------------------------ validation
 
@@ -641,8 +641,8 @@ class Trainer:
         return validation_of_all(loss_sum, num_targets, accuracy, self._sources, by_source)
 
 
-def _planner_in_time(config: Config) -> tuple[IterationPlanner, float]:
-    """The planner of a job, and the seconds that it took to make."""
+def _job_in_time(config: Config) -> tuple[Job, float]:
+    """The job of a config, and the seconds that it took to make."""
     start = time.perf_counter()
-    planner = job_planner(config)
-    return planner, time.perf_counter() - start
+    job = make_job(config)
+    return job, time.perf_counter() - start

@@ -60,7 +60,6 @@ class StepCounts:
             planned: None without the planner.
             measured_s: measured makespan.
         """
-        assert plan.result.timeline is not None
         planned_s = plan.result.timeline.makespan_s
         status = planned.status if planned else PlanStatus.READY
         return cls(

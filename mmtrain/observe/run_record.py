@@ -38,8 +38,9 @@ from mmtrain.parallel.mesh import Mesh
 from mmtrain.parallel.optim import lr_factor
 from mmtrain.parallel.planning import Planned, num_cores
 from mmtrain.parallel.runtime import StepOutcome
-from mmtrain.planner.iteration import IterationPlan, IterationPlanner
-from mmtrain.planner.plan_choice import search_threads
+from mmtrain.planner.iteration import IterationPlan
+from mmtrain.planner.job import Job
+from mmtrain.planner.search_settings import search_threads
 from mmtrain.spec.spec import Flops
 
 logger = logging.getLogger("mmtrain")
@@ -89,10 +90,10 @@ class FinishedStep:
 class RunRecord:
     """The metrics, files and log lines of one run. All methods are collective over the job."""
 
-    def __init__(self, config: Config, planner: IterationPlanner, mesh: Mesh, start: int) -> None:
+    def __init__(self, config: Config, job: Job, mesh: Mesh, start: int) -> None:
         """Args: start: the run goes on after this step. Raises: ConfigError: its folder cannot be written."""
         self._counts, self._start = JobCounts(), start
-        self.describe(config, planner, mesh, start)
+        self.describe(config, job, mesh, start)
         self._peak_flops = peak_flops(config.metrics, mesh.device)
         self._is_first, self._log = mesh.rank == 0, LogFile(self._folder, mesh.rank)
         self._reporter = Reporter(
@@ -104,21 +105,21 @@ class RunRecord:
             config=to_dict(config),
         )
 
-    def describe(self, config: Config, planner: IterationPlanner, mesh: Mesh, step: int) -> None:
+    def describe(self, config: Config, job: Job, mesh: Mesh, step: int) -> None:
         """Writes the config, the environment and the schedule's file of the steps after `step`, whose layout this is.
 
         Raises: ConfigError: the folder cannot be written.
         """
-        self._config, self._planner, self._mesh = config, planner, mesh
+        self._config, self._job, self._mesh = config, job, mesh
         self._folder = Path(config.job.dump_folder)
 
         def write() -> None:
             (self._folder / "config.toml").write_text(config_module.dump(config))
             write_environment(self._folder / "environment.json", mesh, step)
-            if planner.schedule.text:
-                copy = self._folder / f"schedule{planner.schedule.suffix}"
-                copy.write_bytes(planner.schedule.text.encode())
-                copy.with_suffix(".sha256").write_text(f"{planner.schedule.digest}  {copy.name}\n")
+            if job.schedule.text:
+                copy = self._folder / f"schedule{job.schedule.suffix}"
+                copy.write_bytes(job.schedule.text.encode())
+                copy.with_suffix(".sha256").write_text(f"{job.schedule.digest}  {copy.name}\n")
 
         try:
             on_rank_zero(write)
@@ -129,14 +130,13 @@ class RunRecord:
 
     def forget_layout(self) -> None:
         """Releases the layout, which ends: its groups have threads as long as anything refers to them."""
-        del self._mesh, self._planner
+        del self._mesh, self._job
 
     def step(self, step: FinishedStep) -> None:
         """Reports one training step, and writes its files where they are due."""
         plan = step.plan
-        assert plan.result.plan is not None
         timing = StepTiming.gathered(self._mesh, plan.result.plan, step.outcome)
-        flops = self._planner.flops(plan.batching)
+        flops = self._job.flops(plan.batching)
         total = sum(f.total for f in flops.values())
         counts = StepCounts.of(step.meta, plan, total, step.planned, timing.makespan_s).summed(self._mesh)
         self._counts.add(counts)
@@ -152,7 +152,7 @@ class RunRecord:
         section, steps = self._config.metrics, self._config.training.steps
         quiet = step.step % section.log_freq != 0 and step.step not in (1, steps)
         self._reporter.step(self._metrics(step, counts, timing, flops), quiet=quiet)
-        files = StepFiles(step=step.step, planner=self._planner, plan=plan, timing=timing)
+        files = StepFiles(step=step.step, job=self._job, plan=plan, timing=timing)
         if section.trace_freq and step.step % section.trace_freq == 0:
             files.write_trace(self._folder / "traces" / f"step-{step.step}.json")
         if section.timeline_freq and (step.step % section.timeline_freq == 0 or step.step == steps):
@@ -165,7 +165,6 @@ class RunRecord:
         """Args: counts: over all replicas. flops: module -> of the step on this replica."""
         shape, result, memory = self._mesh.shape, step.result, step.memory
         config, plan = self._config, step.plan
-        assert plan.result.timeline is not None
         spread_s, planned_spread_s = counts.replica_spreads_s(shape.dp)
         return StepMetrics(
             step=step.step,
@@ -230,11 +229,11 @@ class RunRecord:
         self._log.close()
 
 
-def log_start(config: Config, planner: IterationPlanner, device: torch.device, cut_s: float) -> None:
+def log_start(config: Config, job: Job, device: torch.device, cut_s: float) -> None:
     """Logs what is trained, and how. Args: cut_s: seconds that the partition took."""
     num_ranks = local_world_size(config.parallelism.mesh_shape.world_size)
     threads = search_threads(config.planner.threads, num_cores(), num_ranks)
-    for line in start_lines(config, planner, device=device.type, threads=threads, cut_s=cut_s):
+    for line in start_lines(config, job, device=device.type, threads=threads, cut_s=cut_s):
         logger.info("%s", line)
 
 
