@@ -41,8 +41,9 @@ from mmtrain.costs.profile.profile import Profile
 from mmtrain.data.noise import noise_batch
 from mmtrain.modality.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
 from mmtrain.observe.machine_speed import WatchedClock
-from mmtrain.planner.iteration import IterationPlan, IterationPlanner
-from mmtrain.planner.plan_choice import PLANNED
+from mmtrain.planner.iteration import IterationPlan
+from mmtrain.planner.job import Job
+from mmtrain.planner.search_settings import PLANNED
 from mmtrain.simulator.profiling.measurements import trainable_params
 from mmtrain.trainer import Trainer
 
@@ -186,12 +187,11 @@ class Step(NamedTuple):
     """Of the busiest rank."""
 
 
-def simulate(plan: IterationPlan, planner: IterationPlanner) -> tuple[float, float]:
+def simulate(plan: IterationPlan, job: Job) -> tuple[float, float]:
     """Seconds of the iteration, and those that the busiest rank spends in actions. Plans of searches differ by step."""
     timeline = plan.result.timeline
-    assert timeline is not None
-    params = max(trainable_params(planner.spec, planner.partition, r) for r in range(planner.partition.num_ranks))
-    return timeline.makespan_s + planner.costs.step_s(params), max(timeline.busy_s)
+    params = max(trainable_params(job.spec, job.partition, r) for r in range(job.partition.num_ranks))
+    return timeline.makespan_s + job.costs.step_s(params), max(timeline.busy_s)
 
 
 def machine_seconds() -> float:
@@ -218,7 +218,7 @@ def run_real(device: torch.device, cases: list[Case], profile: str, folder: str,
             step = next(timed)
             used = time.process_time() - own, machine_seconds() - machine
             busy = sum(end - start for _, start, end in step.outcome.rows)
-            simulated = simulate(step.plan, trainer.planner)
+            simulated = simulate(step.plan, trainer.job)
             speed_s = clock.speed_s(step.start_s, step.end_s)
             steps_of_case.append(Step(step.end_s - step.start_s, busy, *used, speed_s, *simulated))
     for _, _, timed in jobs:

@@ -20,7 +20,7 @@ from stp import CONTENTION, ROWS
 from stp import problem as row_problem
 
 from mmtrain.config.sections import PlannerConfig
-from mmtrain.planner.first_plan import first_plan
+from mmtrain.planner.plan import JobMethod, make_plan
 from mmtrain.planner.search.search import SearchOptions, search, warm
 from mmtrain.schedule.chain import plain_chain
 from mmtrain.schedule.library.catalogue import CATALOGUE, Schedule
@@ -91,14 +91,13 @@ def _searched(given: PlanningProblem, options: SearchOptions) -> tuple[float, fl
     """(makespan, CPU seconds of the search)."""
     start = time.process_time()
     result = search(given, options)
-    assert result.timeline is not None
     return result.timeline.makespan_s, time.process_time() - start
 
 
 def _named(given: PlanningProblem, schedule: Schedule) -> float:
     """Makespan of a schedule, with memory options that fit; nan: none do."""
-    timeline = first_plan(given, schedule, PlannerConfig()).timeline
-    return float("nan") if timeline is None else timeline.makespan_s
+    result = make_plan(given, JobMethod(schedule, PlannerConfig()))
+    return result.makespan_s if result.has_plan else float("nan")
 
 
 def _fits(given: PlanningProblem) -> bool:

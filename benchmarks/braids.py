@@ -46,7 +46,7 @@ from mmtrain.schedule.passes.split import split_backwards
 from mmtrain.schedule.plan import Plan, entry_costs
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import simulate
-from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.job import make_job
 
 EMULATED = ("Interleaved1F1B", "ZBV", "DualPipeV", "STP", "STP-lean")
 TOKENS, MICROBATCHES, VOCABULARY = 384, 4, 512
@@ -164,10 +164,10 @@ def with_link(
 
 def measure(device: torch.device, given: Config, factor: float, repetitions: int) -> dict[str, Any]:
     """What this rank measured."""
-    planner = job_planner(given)
-    whole_rows = planner.submesh.whole_rows
+    planner = IterationPlanner(make_job(given))
+    whole_rows = planner.job.submesh.whole_rows
     mesh = build_mesh(given.parallelism.mesh_shape, device, whole_rows=whole_rows)
-    local = build_local_model(given.model, planner.spec, planner.partition, mesh, given.training, seed=0)
+    local = build_local_model(given.model, planner.job.spec, planner.job.partition, mesh, given.training, seed=0)
     runtime, link = CountingRuntime(local.stages), Link()
     runtime.link, runtime.counts, runtime.waited_s = link, {}, {}
     link.install()
@@ -177,11 +177,13 @@ def measure(device: torch.device, given: Config, factor: float, repetitions: int
     problem, plan = planned.problem, CATALOGUE["STP"].make(planned.problem)
     plans = {"blocks": plan, "one after the other": sequential(plan)}
     split = split_backwards(plans["one after the other"], problem, 0)  # its I and W are timed
-    feed = StepFeed(planner.partition, inputs_of(planner, mesh, meta, planned))
+    feed = StepFeed(planner.job.partition, inputs_of(planner, mesh, meta, planned))
 
     def step(name: str) -> StepOutcome:
         program = lower(plans.get(name, split), problem, sharded=False)
-        runtime.load(program, lambda stage, work: planner.output_shape(planned.layout, stage, work, 0, mesh.place.tp))
+        runtime.load(
+            program, lambda stage, work: planner.job.output_shape(planned.layout, stage, work, 0, mesh.place.tp)
+        )
         dist.barrier()
         link.exposed_s = 0.0
         outcome = runtime.step(feed)

@@ -158,7 +158,6 @@ def replicated_s(typical: TypicalIterations, weights: Weights, pp: int) -> float
         submesh=typical.submesh,
     )
     timeline = make_plan(rerun(problem), typical.schedule).timeline
-    assert timeline is not None
     return timeline.makespan_s
 
 

@@ -40,9 +40,11 @@ from mmtrain.config.topology import MeshShape
 from mmtrain.costs.overheads import NO_OVERHEADS, Overheads, charged
 from mmtrain.modality.typical import Bins
 from mmtrain.parallel.mesh import build_mesh
-from mmtrain.planner.plan import PlanResult, make_plan
-from mmtrain.planner.plan_choice import PLANNED
+from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.plan import make_plan
+from mmtrain.planner.result import PlanResult
 from mmtrain.planner.search.search import SearchOptions, search
+from mmtrain.planner.search_settings import PLANNED
 from mmtrain.schedule.action import RESULT_OF
 from mmtrain.schedule.items import Result
 from mmtrain.schedule.library.names import ScheduleName
@@ -50,7 +52,7 @@ from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import P2P, Option, PlanningProblem
 from mmtrain.schedule.simulate import simulate
 from mmtrain.schedule.timeline import Row, Timeline
-from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.job import make_job
 from mmtrain.simulator.study import with_schedule
 from mmtrain.simulator.typical_iterations import usual_workload
 from mmtrain.simulator.workloads import draw
@@ -100,7 +102,7 @@ def make_cases(args: argparse.Namespace, overheads: Overheads) -> list[Case]:
             found = {}
             for schedule in args.schedules.split(","):
                 problem, result = planned(job(name, args), schedule, iteration)
-                if result.plan is None:
+                if not result.has_plan:
                     print(f"{name} batch {iteration}, {schedule}: no plan: {result.message}")
                 else:
                     found[schedule] = problem, result.plan
@@ -112,7 +114,6 @@ def make_cases(args: argparse.Namespace, overheads: Overheads) -> list[Case]:
 def planned_again(case: Case, evaluations: int) -> Case:
     """The case with a plan whose search knew the overheads."""
     result = search(charged(case.problem, case.overheads), SearchOptions(budget_evaluations=evaluations))
-    assert result.plan is not None
     return replace(case, plan=Plan(case.problem.graph, result.plan.orders, result.plan.options))
 
 
@@ -132,7 +133,7 @@ def planned(config: Config, name: str, iteration: int) -> tuple[PlanningProblem,
     if name != PLANNED:
         schedule = next(known for known in get_args(ScheduleName) if known == name)
         config = with_schedule(config, schedule)[0]
-    planner = job_planner(config)
+    planner = IterationPlanner(make_job(config))
     meta = draw(usual_workload(config), Bins.of(config), seed=0, iteration=iteration)
     problem = planner.problem(meta, searched=name == PLANNED)[1]
     if name == PLANNED:

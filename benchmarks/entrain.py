@@ -45,12 +45,13 @@ from mmtrain.planner.assignment.sample_costs import PassesNs, SamplePricer, cost
 from mmtrain.planner.assignment.step_assigner import StepAssigner, language_microbatches
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.memory.limit import MemoryRule
-from mmtrain.planner.plan import PlanResult, make_plan
-from mmtrain.planner.plan_choice import search_seed, searched_plan
+from mmtrain.planner.plan import JobMethod, make_plan
+from mmtrain.planner.result import PlanResult
 from mmtrain.planner.search.search import warm
+from mmtrain.planner.search_settings import search_seed
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.timeline import Timeline
-from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.job import make_job
 from mmtrain.simulator.stable_batch import proportional
 from mmtrain.simulator.workloads import draw
 from mmtrain.spec.spec import ZERO_WORK, WorkSize
@@ -136,7 +137,7 @@ class Setup:
     def device_part(self, planner: IterationPlanner, timeline: Timeline) -> float:
         """Memory of the most loaded rank at its peak, with its state and the planner's margin, over its device's."""
         rule = MemoryRule.of_device(self.job())
-        budget = rule.budget(planner.spec, planner.partition)
+        budget = rule.budget(planner.job.spec, planner.job.partition)
         limits = budget.activation_limits
         assert rule.limit_bytes and limits
         most = max(peak - limit for peak, limit in zip(timeline.peak_bytes, limits, strict=True) if limit is not None)
@@ -151,7 +152,7 @@ class Setup:
             f"planner.budget_evaluations={self.evaluations}",
             "planner.budget_s=0",
         ]
-        return job_planner(self.job(*keys))
+        return IterationPlanner(make_job(self.job(*keys)))
 
     @cached_property
     def assigner(self) -> StepAssigner:
@@ -176,7 +177,7 @@ class Setup:
         ]
         for section, count in zip(("encoder", "language"), ranks, strict=True):
             keys += [f"model.{section}.num_segments=1", f"model.{section}.ranks={count}"]
-        return job_planner(self.job(*keys))
+        return IterationPlanner(make_job(self.job(*keys)))
 
     def balanced_ranks(self, documents: Sequence[DocumentMeta]) -> tuple[int, ...]:
         """Pipeline ranks for which the slowest stage of a mean microbatch is fastest."""
@@ -274,14 +275,14 @@ def plans(
     planner: IterationPlanner, metas: Sequence[IterationMeta], iteration: int
 ) -> list[tuple[PlanningProblem, PlanResult]]:
     """[replica] -> its problem and plan."""
-    made, searched = [], planner.section.enable
+    made, searched = [], planner.job.section.enable
     for replica, meta in enumerate(metas):
         _, problem = planner.problem(meta, searched=searched)
         if searched:
             seed = search_seed(0, iteration, replica)
-            result = searched_plan(problem, planner.schedule, planner.section, seed=seed)
+            result = make_plan(problem, JobMethod.searching(planner.job.schedule, planner.job.section, seed=seed))
         else:
-            result = make_plan(problem, planner.schedule)
+            result = make_plan(problem, planner.job.schedule)
         made.append((problem, result))
     return made
 
@@ -293,11 +294,7 @@ def seconds(planner: IterationPlanner, metas: Sequence[IterationMeta], iteration
 
 def timelines(made: Iterable[tuple[PlanningProblem, PlanResult]]) -> list[Timeline]:
     """Those of plans. Args: made: see `plans`."""
-    found = []
-    for _, result in made:
-        assert result.timeline is not None, result.message
-        found.append(result.timeline)
-    return found
+    return [result.timeline for _, result in made]
 
 
 def refined(step: Step, refinements: int, **options: object) -> Assignment:
@@ -374,7 +371,7 @@ def speed(setup: Setup, workload: str, iterations: int, searched: int, refinemen
     for iteration in range(iterations):
         step, known = Step.drawn(setup, workload, iteration), dict[tuple[int, str], tuple[float, float, float]]()
         for index, (_, assigned, planner) in enumerate(rows):
-            if iteration >= searched and planner(setup, step).section.enable:
+            if iteration >= searched and planner(setup, step).job.section.enable:
                 continue
             assignment = assigned(step)
             counts[index] += [len(own) for own in assignment.replicas]

@@ -15,14 +15,15 @@ from peers_setups import CLUSTERS
 
 from mmtrain.config import config as config_module
 from mmtrain.modality.typical import Bins
-from mmtrain.planner.plan import make_plan
-from mmtrain.planner.plan_choice import PLANNED, searched_plan
+from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.plan import JobMethod, make_plan
+from mmtrain.planner.search_settings import PLANNED
 from mmtrain.schedule.action import RESULT_OF
 from mmtrain.schedule.items import Result
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import simulate
-from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.job import make_job
 from mmtrain.simulator.study import with_schedule
 from mmtrain.simulator.typical_iterations import usual_workload
 from mmtrain.simulator.workloads import draw
@@ -83,15 +84,15 @@ def with_cards(problem: PlanningProblem, plan: Plan) -> tuple[float, float]:
 def plans(model: str, schedule: str, args: argparse.Namespace) -> Iterator[tuple[PlanningProblem, Plan]]:
     overrides = [f'planner.hardware="{CLUSTERS[model]}"', 'planner.memory_limit="92%"']
     config, _ = with_schedule(config_module.load(f"{model}.toml", overrides), schedule, args.evaluations)
-    planner = job_planner(config)
+    planner = IterationPlanner(make_job(config))
     for iteration in range(args.iterations):
         meta = draw(usual_workload(config), Bins.of(config), seed=1, iteration=iteration)
         problem = planner.problem(meta, searched=schedule == PLANNED)[1]
         if schedule == PLANNED:
-            result = searched_plan(problem, planner.schedule, planner.section, seed=iteration)
+            result = make_plan(problem, JobMethod.searching(planner.job.schedule, planner.job.section, seed=iteration))
         else:
             result = make_plan(problem, schedule)
-        if result.plan is not None:
+        if result.has_plan:
             yield problem, result.plan
 
 

@@ -35,8 +35,9 @@ from mmtrain.config.config import Config
 from mmtrain.data.noise import noise_batch
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.modality.typical import Bins
+from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.schedule.plan import held_bytes
-from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.job import make_job
 from mmtrain.simulator.typical_iterations import WORKLOAD
 from mmtrain.simulator.workloads import draw
 from mmtrain.trainer import Trainer
@@ -88,8 +89,7 @@ def batch_of(config: Config, number: int) -> IterationMeta:
 
 def peak_bytes(config: Config, meta: IterationMeta) -> float:
     """What activations of the schedule's plan take on the most loaded rank."""
-    timeline = job_planner(config).plan(meta).result.timeline
-    assert timeline is not None
+    timeline = IterationPlanner(make_job(config)).plan(meta).result.timeline
     return max(timeline.peak_bytes)
 
 
@@ -219,7 +219,6 @@ def run(
                 next(timed)
                 for step in timed:
                     timeline = step.plan.result.timeline
-                    assert timeline is not None
                     found[name].append((step.end_s - step.start_s, max(timeline.peak_bytes)))
     return found
 
@@ -250,8 +249,8 @@ def iteration_time(folder: str, rounds: int, profile: str) -> None:
             "planned": '--planner.memory_strategies=["keep", "selective", "recompute"]',
         }.items():
             config = job(given, limit, more, folder=f"{folder}/t")
-            planner = job_planner(config)
-            if all(planner.first(planner.prepare(meta, searched=True)).plan for meta in metas):
+            planner = IterationPlanner(make_job(config))
+            if all(planner.prepare(meta, searched=True).first.has_plan for meta in metas):
                 cases[f"{round(100 * share):3d} %, {name}"] = config
             else:
                 print(f"{round(100 * share):3d} %, {name}: no plan fits")

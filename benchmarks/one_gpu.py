@@ -48,7 +48,8 @@ from mmtrain.models.batch import Batch, Microbatch, document_positions
 from mmtrain.models.projector import Projector
 from mmtrain.models.reference import ReferenceModel
 from mmtrain.observe.reporter import peak_flops
-from mmtrain.simulator.job import job_planner
+from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.simulator.job import make_job
 from mmtrain.spec.builders import model_spec
 
 WARM = 2
@@ -407,7 +408,7 @@ def check_losses(found: Mapping[str, Outcome]) -> None:
 
 def report(config: Config, size: Size, device: torch.device, found: dict[str, list[Outcome]]) -> None:
     metas = [iteration(config, size, seed) for seed in range(BATCHES)]
-    planner = job_planner(config)
+    planner = IterationPlanner(make_job(config))
     flops = np.mean([
         sum(of.total for of in planner.flops(planner.plan(meta).batching).values()) for meta in metas
     ])  # fmt: skip

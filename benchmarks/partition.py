@@ -36,8 +36,9 @@ from mmtrain.errors import ConfigError
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.modality.typical import Bins
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.plan_choice import search_seed, searched_plan
-from mmtrain.simulator.job import job_planner
+from mmtrain.planner.plan import JobMethod, make_plan
+from mmtrain.planner.search_settings import search_seed
+from mmtrain.simulator.job import make_job
 from mmtrain.simulator.partition_choice import MOST_SEGMENTS
 from mmtrain.simulator.typical_iterations import MOST_MICROBATCHES, TypicalIterations, usual_workload
 from mmtrain.simulator.whole_iteration import IterationSimulator
@@ -54,7 +55,7 @@ WAYS = {
     "mixed-latency": ("mixed-latency", 1),
     "mixed-latency x 2": ("mixed-latency", 2),
 }
-"""Name -> (planner.partition, model.language.num_segments)."""
+"""Name -> (planner.job.partition, model.language.num_segments)."""
 SEED = 1
 """Of the workload; the search draws with seed 0."""
 MIXTURES = ("image_text_pairs", "interleaved", "science_qa")
@@ -128,7 +129,7 @@ def cuts(name: str, keys: Sequence[str] = ()) -> Iterator[IterationPlanner]:
         ]
     for way in ways:
         with contextlib.suppress(ConfigError):  # too few layers, or the limit leaves no room for activations
-            yield job_planner(open_job(name, *keys, *way))
+            yield IterationPlanner(make_job(open_job(name, *keys, *way)))
 
 
 def planned_s(planner: IterationPlanner, metas: Sequence[IterationMeta]) -> float:
@@ -136,8 +137,8 @@ def planned_s(planner: IterationPlanner, metas: Sequence[IterationMeta]) -> floa
     seconds = []
     for step, meta in enumerate(metas):
         _, problem = planner.problem(meta, searched=True)
-        result = searched_plan(problem, planner.schedule, planner.section, seed=search_seed(0, step))
-        seconds.append(math.inf if result.timeline is None else result.timeline.makespan_s)
+        method = JobMethod.searching(planner.job.schedule, planner.job.section, seed=search_seed(0, step))
+        seconds.append(make_plan(problem, method).makespan_s)
     return statistics.fmean(seconds)
 
 
@@ -157,9 +158,9 @@ def choices(names: Sequence[str], num_iterations: int, keys: Sequence[str]) -> N
         job = open_job(name, *keys)
         metas = [draw(usual_workload(job), Bins.typical(job), seed=SEED, iteration=i) for i in range(num_iterations)]
         planners = list(cuts(name, keys))
-        seconds = {str(planner.partition): planned_s(planner, metas) for planner in planners}
+        seconds = {str(planner.job.partition): planned_s(planner, metas) for planner in planners}
         start = time.process_time()
-        chosen = job_planner(job)
+        chosen = make_job(job)
         search_s = time.process_time() - start
         correlations = []
         for is_quick in (True, False):
@@ -167,7 +168,7 @@ def choices(names: Sequence[str], num_iterations: int, keys: Sequence[str]) -> N
             typical = TypicalIterations.draw(
                 job, chosen.spec, chosen.costs, chosen.sub_microbatch_size, most_microbatches=most, is_quick=is_quick
             )
-            judged = [typical.seconds(planner.partition) for planner in planners]
+            judged = [typical.seconds(planner.job.partition) for planner in planners]
             correlations.append(statistics.correlation(ranks_of(judged), ranks_of(list(seconds.values()))))
         best = min(seconds, key=seconds.__getitem__)
         longest = max(value for value in seconds.values() if value < math.inf)
@@ -192,12 +193,12 @@ def choices(names: Sequence[str], num_iterations: int, keys: Sequence[str]) -> N
 FRESH = """
 import sys, time
 from benchmarks import partition
-from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.simulator.job import make_job
 job = partition.open_job(sys.argv[1], *sys.argv[2:])
 imported_s, wall_s = time.process_time(), time.perf_counter()
-planner = job_planner(job)
+made = make_job(job)
 search_s, wall_s = time.process_time() - imported_s, time.perf_counter() - wall_s
-print(f"{imported_s:9.2f} {search_s:9.2f} {wall_s:7.2f}  {planner.partition}")
+print(f"{imported_s:9.2f} {search_s:9.2f} {wall_s:7.2f}  {made.partition}")
 """
 
 
@@ -216,7 +217,7 @@ def mixtures(names: Sequence[str], num_iterations: int) -> None:
     losses = []
     for name in names:
         job = open_job(name)
-        planners = {str(planner.partition): planner for planner in cuts(name)}
+        planners = {str(planner.job.partition): planner for planner in cuts(name)}
 
         def drawn(mixture: str, job: Config = job) -> list[IterationMeta]:
             return [draw(mixture, Bins.typical(job), seed=SEED, iteration=i) for i in range(num_iterations)]
@@ -245,7 +246,7 @@ def ways(names: Sequence[str], num_iterations: int) -> None:
             for label, (how, passes) in WAYS.items():
                 job = job_of(name, schedule, how, passes)
                 start = time.process_time()
-                planner = job_planner(job)
+                made = make_job(job)
                 cut_s = time.process_time() - start
                 simulator = IterationSimulator.of(job, Machine.of(job).network)
                 bins = Bins.of(job)
@@ -253,7 +254,7 @@ def ways(names: Sequence[str], num_iterations: int) -> None:
                 seconds = statistics.fmean(simulator.simulate([meta])[0].iteration_s for meta in metas)
                 reference = reference or seconds
                 print(
-                    f"  {schedule:12s} {label:21s} {planner.partition!s:>9s} {seconds:12.3f} "
+                    f"  {schedule:12s} {label:21s} {made.partition!s:>9s} {seconds:12.3f} "
                     f"{seconds / reference:7.3f} {cut_s:7.2f}",
                     flush=True,
                 )

@@ -32,26 +32,26 @@ from mmtrain.errors import ConfigError, PlanError
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.modality.typical import Bins
 from mmtrain.planner.batching import make_batching
-from mmtrain.planner.first_plan import first_plan
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.memory.limit import MemoryRule
 from mmtrain.planner.memory.rank_state import RankState, Sharding
 from mmtrain.planner.partition.partition import Partition, mixed_partition
-from mmtrain.planner.plan import PlanResult
-from mmtrain.planner.plan_choice import choose_plan, search_options, search_seed
+from mmtrain.planner.plan import JobMethod, make_plan
+from mmtrain.planner.result import PlanResult
 from mmtrain.planner.search.chains import Start, TreeChain
 from mmtrain.planner.search.evaluate import evaluate
 from mmtrain.planner.search.instance import Searched
 from mmtrain.planner.search.kernels.arrays import Decoder
 from mmtrain.planner.search.orders import by_component, component_orders
-from mmtrain.planner.search.search import ITERATIONS, LAST_ITERATIONS, search
+from mmtrain.planner.search.search import ITERATIONS, LAST_ITERATIONS
+from mmtrain.planner.search_settings import search_seed
 from mmtrain.schedule.graph import ModuleStages, Work
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.plan import Plan, check, exceeds, held_bytes
 from mmtrain.schedule.problem import Option, PlanningProblem
 from mmtrain.schedule.simulate import simulate
 from mmtrain.schedule.timeline import Timeline
-from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.job import make_job
 from mmtrain.simulator.typical_iterations import TypicalIterations, usual_workload
 from mmtrain.simulator.workloads import draw
 
@@ -190,11 +190,13 @@ class _Ledger:
     """Collects what iterations take on a partition."""
 
     def __init__(self, planner: IterationPlanner, job: Config, keep_plans: bool) -> None:
-        ranks = range(planner.partition.num_ranks)
+        ranks = range(planner.job.partition.num_ranks)
         sharding = Sharding.of(job)
         assert job.parallelism.mesh_shape.dp == 1, "gathers and reductions are left out"
-        self._states: list[RankState] = [sharding.rank_state(planner.spec, planner.partition, rank) for rank in ranks]
-        self._optimizer_s = max(planner.costs.step_s(round(state.updated_params)) for state in self._states)
+        self._states: list[RankState] = [
+            sharding.rank_state(planner.job.spec, planner.job.partition, rank) for rank in ranks
+        ]
+        self._optimizer_s = max(planner.job.costs.step_s(round(state.updated_params)) for state in self._states)
         self._seconds: list[float] = []
         self._bubbles: list[float] = []
         self._peak = 0.0
@@ -237,12 +239,11 @@ def chain_outcomes(question: Question) -> dict[str, Outcome]:
 def _chain(question: Question, cut: str, schedule: str, passes: int) -> Outcome:
     words = [*left_open(question), "planner.sub_microbatch=false", 'planner.partition="mixed-parameters"']
     job = job_of(question, *words, 'parallelism.pipeline_parallel_schedule="1F1B"')
-    planner, metas = job_planner(job), batches_of(question)
+    planner, metas = IterationPlanner(make_job(job)), batches_of(question)
     parts, chunks = _chain_parts(job, planner, metas, cut, passes, v_shaped=CATALOGUE[schedule].placement == "v")
-    budget = MemoryRule.of(job).budget(planner.spec, parts)
-    planner = replace(
-        planner, partition=parts, activation_limits=budget.activation_limits, schedule=CATALOGUE[schedule]
-    )
+    budget = MemoryRule.of(job).budget(planner.job.spec, parts)
+    own = replace(planner.job, partition=parts, schedule=CATALOGUE[schedule])
+    planner = IterationPlanner(own, budget.activation_limits)
     ledger = _Ledger(planner, job, question.keep_plans)
     setting = f"{schedule}, equal {cut}, v = {passes}"
     try:
@@ -270,10 +271,10 @@ def _chain_parts(
     job: Config, planner: IterationPlanner, metas: Sequence[IterationMeta], cut: str, passes: int, *, v_shaped: bool
 ) -> tuple[Partition, list[int]]:
     """All modules as one chain, and the chunk of the chain that each stage belongs to."""
-    spec, ranks = planner.spec, planner.partition.num_ranks
+    spec, ranks = planner.job.spec, planner.job.partition.num_ranks
     weights: Mapping[str, Sequence[float]] = {m.name: [x.num_params for x in m.layers] for m in spec.modules}
     if cut == "time":
-        typical = TypicalIterations.draw(job, spec, planner.costs, 0)
+        typical = TypicalIterations.draw(job, spec, planner.job.costs, 0)
         weights = replace(typical, batchings=tuple(make_batching(meta, spec) for meta in metas)).layer_seconds()
     parts = mixed_partition(spec, ranks, passes, weights)
     chunks = [stage.segment * ranks + stage.pp_rank for stage in parts.stages]
@@ -420,7 +421,7 @@ def ablated(question: Question, off: str) -> Outcome:
 
 def _separated(question: Question, words: Sequence[str], planned: Planned) -> Outcome:
     job = job_of(question, *words)
-    planner = job_planner(job)
+    planner = IterationPlanner(make_job(job))
     ledger = _Ledger(planner, job, question.keep_plans)
     for number, meta in enumerate(batches_of(question)):
         try:
@@ -429,24 +430,22 @@ def _separated(question: Question, words: Sequence[str], planned: Planned) -> Ou
             ledger.add(problem, found.plan, found.timeline)
         except PlanError:
             ledger.add(None, None, None)
-    cut = f"{'' if planner.partition.passes else 'K = '}{planner.partition}"
-    of_work = f", {planner.sub_microbatch_size} a work" if planner.sub_microbatch_size else ""
+    cut = f"{'' if planner.job.partition.passes else 'K = '}{planner.job.partition}"
+    of_work = f", {planner.job.sub_microbatch_size} a work" if planner.job.sub_microbatch_size else ""
     mode = "" if job.planner.memory else f", {job.activation_checkpoint.mode}"
     return ledger.outcome(f"{cut}{of_work}{mode}")
 
 
 def _first(planner: IterationPlanner, problem: PlanningProblem, number: int) -> PlanResult:
     """The schedule's own orders, with the best memory options for them."""
-    section = replace(planner.section, interleave=False)  # or what does not fit would get another order
-    return first_plan(problem, planner.schedule, section)
+    section = replace(planner.job.section, interleave=False)  # or what does not fit would get another order
+    return make_plan(problem, JobMethod(planner.job.schedule, section))
 
 
 def _searched(planner: IterationPlanner, problem: PlanningProblem, number: int) -> PlanResult:
     """As a step of a job is planned."""
-    section = planner.section
-    options = search_options(section, seed=search_seed(0, number), threads=1)
-    first = first_plan(problem, planner.schedule, section)
-    return choose_plan(problem, first, section, options, search, lambda: False)
+    job, seed = planner.job, search_seed(0, number)
+    return make_plan(problem, JobMethod.searching(job.schedule, job.section, seed=seed))
 
 
 def _paper(planner: IterationPlanner, problem: PlanningProblem, number: int) -> PlanResult:
@@ -456,12 +455,12 @@ def _paper(planner: IterationPlanner, problem: PlanningProblem, number: int) -> 
     order = by_component(searched, component_orders(searched)[0])
     start = Start(order, how, evaluate(searched, space, order, how, ITERATIONS))
     if start.cost == math.inf:
-        return PlanResult(status="infeasible", message="the start does not fit")
+        return PlanResult(problem=problem, status="infeasible", message="the start does not fit")
     tree = TreeChain(searched, space, start, (search_seed(0, number), 0), True, False, False, ITERATIONS)
-    tree.run(planner.section.budget_evaluations - 1, 0.0, 1.0)
+    tree.run(planner.job.section.budget_evaluations - 1, 0.0, 1.0)
     best = [evaluate(searched, space, tree.best.order, how, count) for count in (LAST_ITERATIONS, ITERATIONS)]
     if best[0] < best[1]:
         evaluate(searched, space, tree.best.order, how, LAST_ITERATIONS)
     plan = searched.plan(space)
     check(plan, problem)
-    return PlanResult(status="improved", message="DIP's search", plan=plan, timeline=simulate(problem, plan))
+    return PlanResult(problem=problem, status="improved", message="DIP's search", plan_or_none=plan)

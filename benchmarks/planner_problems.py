@@ -15,10 +15,11 @@ from pathlib import Path
 from mmtrain.config import config as config_module
 from mmtrain.costs.machine import Machine
 from mmtrain.modality.typical import Bins
+from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.memory.rank_state import Sharding
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.problem import Option, PlanningProblem
-from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.job import make_job
 from mmtrain.simulator.typical_iterations import usual_workload
 from mmtrain.simulator.workloads import draw
 
@@ -66,16 +67,16 @@ def problem(
         *([] if limited else ['planner.memory_limit=""']),
     ]
     job = config_module.load(f"{name}.toml", words)
-    planner = replace(job_planner(job), schedule=CATALOGUE["ZB-AutoSchedule"])  # for the costs of I and W
+    made = replace(make_job(job), schedule=CATALOGUE["ZB-AutoSchedule"])  # for the costs of I and W
     meta = draw(workload or usual_workload(job), Bins.of(job), seed=seed, iteration=iteration)
-    found = with_contention(planner.problem(meta)[1], contention)
+    found = with_contention(IterationPlanner(made).problem(meta)[1], contention)
     if not options or not limited:
         return found
     memory = Machine.of(job).memory_bytes
     assert memory is not None
     sharding = Sharding.of(job)
-    ranks = range(planner.partition.num_ranks)
-    states = [sharding.rank_state(planner.spec, planner.partition, rank).peak_bytes(0.0) for rank in ranks]
+    ranks = range(made.partition.num_ranks)
+    states = [sharding.rank_state(made.spec, made.partition, rank).peak_bytes(0.0) for rank in ranks]
     return replace(
         found,
         costs=tuple(tuple(_memory_options(listed[0])) for listed in found.costs),

@@ -13,11 +13,12 @@ from pathlib import Path
 
 from mmtrain.config import config
 from mmtrain.modality.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
+from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.plan import make_plan
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.passes.lower import lower
 from mmtrain.schedule.transport import check_transport
-from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.job import make_job
 
 
 def batch() -> IterationMeta:
@@ -38,7 +39,7 @@ def main() -> None:
     job = config.load(root / "configs" / "debug_vlm.toml", ["parallelism.pipeline_parallel_degree=4"])
     meta = batch()
     for schedule in ("1F1B", "interleave"):
-        planner = dataclasses.replace(job_planner(job), schedule=CATALOGUE[schedule])
+        planner = IterationPlanner(dataclasses.replace(make_job(job), schedule=CATALOGUE[schedule]))
         figures: dict[str, list[float]] = {}
         for _ in range(repetitions + 1):
             times = [time.process_time()]

@@ -74,7 +74,6 @@ def searched(case: Case, variant: str, overheads: Overheads, noise: Noise, evalu
     known = NO_OVERHEADS if variant == "free" else overheads
     options = SearchOptions(budget_evaluations=evaluations, noise=noise if variant == "robust" else EXACT)
     result = search(charged(case.problem, known), options)
-    assert result.plan is not None
     plan = Plan(case.problem.graph, result.plan.orders, result.plan.options)
     return replace(case, schedule=variant, plan=plan)
 
@@ -111,7 +110,6 @@ def main() -> None:
     for name in args.jobs.split(","):
         for batch in range(args.batches):
             problem, result = planned(job(name, args), "planned", batch)
-            assert result.plan is not None
             sizes = args.unit_ms / 1e3, args.message_kib * 1024.0
             (base,) = scaled_cases(f"{name} {batch}", {"": (problem, result.plan)}, *sizes, overheads)
             cases += [searched(base, variant, overheads, noise, args.evaluations) for variant in VARIANTS]

@@ -211,7 +211,7 @@ def searches(count: int, evaluations: int) -> Iterator[tuple[str, Iterator[str]]
     def found(problem: PlanningProblem, options: SearchOptions) -> Iterator[str]:
         result = search(problem, options)
         yield f"{result.status} {result.message} {result.evaluations} {lower_bound_s(problem)!r}"
-        if result.plan:
+        if result.status != "infeasible":
             yield from plan_facts(problem, result.plan)
 
     for path in PROBLEMS:

@@ -32,7 +32,7 @@ from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.plan import make_plan
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.plan import Plan
-from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.job import make_job
 from mmtrain.spec.spec import Rates, WorkSize, documents_work, images_work
 
 REPETITIONS = 5
@@ -71,17 +71,17 @@ def batch(seed: int) -> IterationMeta:
 
 def nest_of(planner: IterationPlanner, batching: Batching, plan: Plan) -> Nest:
     """The iteration as calls: each action one of its stage's layers, each transfer one on the sender's network."""
-    costs = planner.costs
+    costs = planner.job.costs
     assert isinstance(costs, OperatorCosts)
     leaves: dict[tuple[str, int, Phase], Leaf] = {}
     runs: dict[tuple[str, int, int, Kind, WorkSize], Nest] = {}
     stages: dict[tuple[int, Kind, WorkSize], Nest] = {}
-    equal = {module.name: equal_layers(module) for module in planner.spec.modules}
+    equal = {module.name: equal_layers(module) for module in planner.job.spec.modules}
 
     def leaf(module: str, layer: int, phase: Phase) -> Leaf:
         key = (module, layer, phase)
         if key not in leaves:
-            leaves[key] = Leaf(costs.graph(planner.spec.module(module), layer, input_grad=True).only(phase))
+            leaves[key] = Leaf(costs.graph(planner.job.spec.module(module), layer, input_grad=True).only(phase))
         return leaves[key]
 
     def run_of(module: str, layer: int, count: int, kind: Kind, size: WorkSize) -> Nest:
@@ -95,7 +95,7 @@ def nest_of(planner: IterationPlanner, batching: Batching, plan: Plan) -> Nest:
     def stage(index: int, kind: Kind, size: WorkSize) -> Nest:
         key = (index, kind, size)
         if key not in stages:
-            place = planner.partition.stages[index]
+            place = planner.job.partition.stages[index]
             grouped = groupby(equal[place.module][slice(*place.layers)])
             found = [(layer, len(list(others))) for layer, others in grouped]
             in_order = found if kind is Kind.F else reversed(found)
@@ -157,7 +157,7 @@ def reuse(planner: IterationPlanner) -> None:
 
 def problems(name: str) -> None:
     job = config.load(ROOT / "configs" / f"{name}.toml", ["planner.hardware=h800"])
-    planner = job_planner(job)
+    planner = IterationPlanner(make_job(job))
     planner.problem(batch(0))
     new = []
     for seed in range(1, 1 + REPETITIONS):
@@ -169,10 +169,10 @@ def problems(name: str) -> None:
 def anchors(planner: IterationPlanner) -> None:
     works = {
         "language": (documents_work([8192], 8192), 10.5, "Qwen2 32B, 8,192 tokens"),
-        "vision": (images_work(planner.spec.module("vision"), [(1, 52, 52)] * 8), 6.75, "ViT 5B, 8 images"),
+        "vision": (images_work(planner.job.spec.module("vision"), [(1, 52, 52)] * 8), 6.75, "ViT 5B, 8 images"),
     }
     for name, (size, published, what) in works.items():
-        times = planner.costs.layer(planner.spec.module(name), 1, size, input_grad=True)
+        times = planner.job.costs.layer(planner.job.spec.module(name), 1, size, input_grad=True)
         parts = [1e3 * x for x in dataclasses.astuple(times)]
         off = sum(parts) / published - 1
         shown = " + ".join(f"{x:.2f}" for x in parts)
@@ -181,10 +181,10 @@ def anchors(planner: IterationPlanner) -> None:
 
 def sub_microbatch(name: str) -> None:
     job = config.load(ROOT / "configs" / f"{name}.toml", ["planner.hardware=h800"])
-    planner = job_planner(job)
-    vision, rate = planner.spec.module("vision"), {}
+    made = make_job(job)
+    vision, rate = made.spec.module("vision"), {}
     for images in range(1, 49):
-        times = planner.costs.layer(vision, 1, images_work(vision, [(1, 52, 52)] * images), input_grad=True)
+        times = made.costs.layer(vision, 1, images_work(vision, [(1, 52, 52)] * images), input_grad=True)
         rate[images] = images / sum(dataclasses.astuple(times))
     peak = max(rate.values())
     least = next(images for images, found in rate.items() if found >= 0.95 * peak)
@@ -193,7 +193,7 @@ def sub_microbatch(name: str) -> None:
 
 
 def main() -> None:
-    planner = job_planner(config.load(ROOT / "configs" / "vlm_m.toml", ["planner.hardware=h800"]))
+    planner = IterationPlanner(make_job(config.load(ROOT / "configs" / "vlm_m.toml", ["planner.hardware=h800"])))
     reuse(planner)
     for name in ("vlm_s", "vlm_m"):
         problems(name)

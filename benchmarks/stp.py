@@ -25,13 +25,14 @@ from planner_problems import with_contention
 from mmtrain.config import config
 from mmtrain.costs.operators.hardware import load_hardware
 from mmtrain.modality.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
+from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.partition.partition import mixed_partition
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.passes.offload import offload
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import simulate
-from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.job import make_job
 from mmtrain.spec.spec import ModelSpec
 
 CONTENTION = load_hardware("a800").contention
@@ -118,7 +119,7 @@ def problem(row: Row, placement: str, contention: float, words: Sequence[str] = 
             "num_heads": 16, "mlp_ratio": 4, "patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2,
         }  # fmt: skip
         more += [f"model.encoder.config={_table(encoder)}", 'model.projector.kind="native"']
-        more += ["planner.partition=mixed-parameters", "planner.sub_microbatch=false"]
+        more += ["planner.job.partition=mixed-parameters", "planner.sub_microbatch=false"]
     job = config.load(
         "debug_text.toml",
         [
@@ -135,17 +136,17 @@ def problem(row: Row, placement: str, contention: float, words: Sequence[str] = 
             *words,
         ],
     )
-    planner = job_planner(job)
+    made = make_job(job)
     images: tuple[ImageMeta, ...] = ()
     if row.patches:
         side = math.isqrt(row.patches)
         images = (ImageMeta(sample=0, index=0, grid=(1, side, side), num_tokens=row.patches // 4),)
-        parts = mixed_partition(planner.spec, row.pp, 2, _weights(planner.spec, row), planner.schedule.placement)
-        planner = replace(planner, partition=parts)
+        parts = mixed_partition(made.spec, row.pp, 2, _weights(made.spec, row), made.schedule.placement)
+        made = replace(made, partition=parts)
     document = DocumentMeta(sample=0, num_tokens=row.seq_len, num_targets=row.seq_len, images=images)
     packed = MicrobatchMeta(documents=(document,) * row.sequences)
     meta = IterationMeta(microbatches=(packed,) * row.microbatches)
-    return with_contention(planner.problem(meta, searched=True)[1], contention)
+    return with_contention(IterationPlanner(made).problem(meta, searched=True)[1], contention)
 
 
 def _table(values: Mapping[str, object]) -> str:

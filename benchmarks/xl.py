@@ -21,10 +21,11 @@ from mmtrain.costs.operator_costs import OperatorCosts
 from mmtrain.costs.operators.graph import OpKind
 from mmtrain.costs.operators.hardware import load_hardware
 from mmtrain.modality.typical import Bins
+from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.run_page.breakdown_chart import drawing
 from mmtrain.schedule.view.draw import painted
 from mmtrain.simulator.breakdown import Part
-from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.job import make_job
 from mmtrain.simulator.study import Answer, Question, breakdown_rows, simulate_job
 from mmtrain.simulator.typical_iterations import usual_workload
 from mmtrain.simulator.workloads import draw
@@ -64,13 +65,13 @@ def answer(name: str, setup: str, iterations: int, evaluations: int, keys: Seque
 def below_peak(name: str, keys: Sequence[str]) -> dict[tuple[str, str], float]:
     """(module, kernels) -> fraction of what the first batch computes above its FLOPs at the peak rate."""
     made = job(name, [*SETUPS["planned"][1], *keys])
-    planner = job_planner(made)
+    planner = IterationPlanner(make_job(made))
     batching, _ = planner.problem(draw(usual_workload(made), Bins.of(made), seed=0, iteration=0), searched=True)
-    costs, flops = planner.costs, planner.flops(batching)
+    costs, flops = planner.job.costs, planner.job.flops(batching)
     assert isinstance(costs, OperatorCosts)
     products, others = costs.without(set(OpKind) - PRODUCTS), costs.without(PRODUCTS | EXCHANGES)
     above = {}
-    for module in planner.spec.modules:
+    for module in planner.job.spec.modules:
         sizes = [size for work, size in enumerate(batching.sizes) if batching.module_of(work) == module.name]
         seconds = [
             sum(
@@ -80,7 +81,7 @@ def below_peak(name: str, keys: Sequence[str]) -> dict[tuple[str, str], float]:
             )
             for part in (products, others)
         ]
-        at_peak = flops[module.name].total / (PEAK * planner.submesh.size)
+        at_peak = flops[module.name].total / (PEAK * planner.job.submesh.size)
         above[module.name, "products and attention"] = seconds[0] - at_peak
         above[module.name, "other kernels"] = seconds[1]
     return {key: value / sum(above.values()) for key, value in above.items()}

@@ -161,7 +161,7 @@ GROUPS = (
             "schedule/passes/split.py",
             "schedule/transport.py",
             "schedule/io/wire.py",
-            "planner/plan.py",
+            "planner/scheduled.py",
             "planner/search/",
             "spec/memory_strategies.py",
             "parallel/",

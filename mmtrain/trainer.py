@@ -57,10 +57,10 @@ from mmtrain.parallel.planning import PendingPlan, Planned
 from mmtrain.parallel.replica_data import Item
 from mmtrain.parallel.runtime import StepOutcome
 from mmtrain.parallel.torch_private import set_default_timeout
-from mmtrain.planner.iteration import IterationPlan, IterationPlanner
-from mmtrain.planner.plan_choice import Search
-from mmtrain.planner.search import search as searching
-from mmtrain.simulator.job import job_planner
+from mmtrain.planner.iteration import IterationPlan
+from mmtrain.planner.job import Job
+from mmtrain.planner.plan import Search, make_plan
+from mmtrain.simulator.job import make_job
 
 logger = logging.getLogger("mmtrain")
 
@@ -69,7 +69,7 @@ class Trainer:
     """One rank of a training job."""
 
     def __init__(
-        self, config: Config, *, search: Search = searching.search, observers: Iterable[Observer] = ()
+        self, config: Config, *, search: Search = make_plan, observers: Iterable[Observer] = ()
     ) -> None:
         """Checks the config, and prepares all that needs no process group.
 
@@ -84,7 +84,7 @@ class Trainer:
         check_video(config)
         self.folder = Path(config.job.dump_folder)
         saved_ops(config.activation_checkpoint)
-        self.planner, self._cut_s = _planner_in_time(config)
+        self.job, self._cut_s = _job_in_time(config)
         self._denoising = job_denoising(config)
         self.metrics = Metrics()
         self.observers = list(observers)
@@ -124,7 +124,7 @@ class Trainer:
         device = pick_device(self.config.comm)
         group = JobGroup(self.config, device)
         try:
-            with group.joined(self.planner.schedule, self._locate), owned_by_rank_zero(self.folder):
+            with group.joined(self.job.schedule, self._locate), owned_by_rank_zero(self.folder):
                 if self.config.checkpoint.enable:
                     check_shared(self.folder)
                 self.set_up(device, resumes=True)
@@ -142,8 +142,8 @@ class Trainer:
 
     def _train(self, group: JobGroup, layouts: Mapping[int, ParallelismConfig]) -> None:
         for observer in self.observers:
-            observer.layout_begins(self.config, self.planner, self.mesh, self.state.step)
-        self.observers.append(RunRecord(self.config, self.planner, self.mesh, self.state.step))
+            observer.layout_begins(self.config, self.job, self.mesh, self.state.step)
+        self.observers.append(RunRecord(self.config, self.job, self.mesh, self.state.step))
         end = "saves and ends" if self.checkpointer else "ends"
         group.steps_begin()
         notice = f"Ctrl-C: the job {end} after this step; once more ends it at once\n"
@@ -188,12 +188,12 @@ class Trainer:
 
     def _build(self, device: torch.device) -> None:
         """Places the job as its config says, with initial weights. Collective over the job."""
-        log_start(self.config, self.planner, device, self._cut_s)
-        self._memory = JobMemory.budgeted(self.config, self.planner, device, self._device_memory)
-        self._placement = Placement.build(self.config, self.planner, device, self._search)
+        log_start(self.config, self.job, device, self._cut_s)
+        self._memory = JobMemory.budgeted(self.config, self.job, device, self._device_memory)
+        self._placement = Placement.build(self.config, self.job, device, self._search)
         self._runner = BatchRunner(
             training=self.config.training,
-            planner=self.planner,
+            job=self.job,
             placement=self._placement,
             denoising=self._denoising,
         )
@@ -215,7 +215,7 @@ class Trainer:
         config = dataclasses.replace(self.config, parallelism=parallelism)
         config_module.check(config)
         parallelism.mesh_shape.check_world_size(dist.get_world_size())
-        planner, cut_s = _planner_in_time(config)
+        job, cut_s = _job_in_time(config)
         logger.info("after step %d the layout changes", self.state.step)
         device, tensors = self.mesh.device, HeldTensors.of(self._named())
         for observer in self.observers:
@@ -224,12 +224,12 @@ class Trainer:
         self._placement, self.items = None, iter(())
         del self._runner
         gc.collect()  # hooks refer to modules: their memory is needed now
-        self.config, self.planner, self._cut_s = config, planner, cut_s
+        self.config, self.job, self._cut_s = config, job, cut_s
         self._build(device)
         tensors.restore(self._named())
         self._take_up()
         for observer in self.observers:
-            observer.layout_begins(config, planner, self.mesh, self.state.step)
+            observer.layout_begins(config, job, self.mesh, self.state.step)
 
     def tear_down(self, *, lost: bool = False) -> None:
         """Args: lost: a rank does not answer."""
@@ -350,19 +350,19 @@ class Trainer:
 
         Args: step: names the search's seed and the memory limits.
         """
-        planner = self._memory.limited(self.planner, step)
+        planner = self._memory.limited(self.job, step)
         with errors_on_all(self.mesh.batch_group):
             ahead = self.placement.ahead
             if ahead and not forward_only:
-                return ahead.now(step, meta, planner).plan
-            plan = ahead.forward(meta, planner) if ahead else planner.plan(meta, forward_only=forward_only)
+                return ahead.take(ahead.submit(step, meta, planner)).plan
+            plan = planner.plan(meta, forward_only=forward_only)
             check_same_program(plan.program.hash, self.mesh)
             return plan
 
     def _submit(self, step: int, item: Item) -> PendingPlan:
         """Begins to search the plan of a step."""
         assert self.placement.ahead is not None
-        return self.placement.ahead.submit(step, item.meta, self._memory.limited(self.planner, step))
+        return self.placement.ahead.submit(step, item.meta, self._memory.limited(self.job, step))
 
     def _take(self, pending: PendingPlan) -> Planned:
         """The plan that was made while the step before ran, or the first one. Collective over the job."""
@@ -382,8 +382,8 @@ class Trainer:
             observer.validated(step, result)
 
 
-def _planner_in_time(config: Config) -> tuple[IterationPlanner, float]:
-    """The planner of a job, and the seconds that it took to make."""
+def _job_in_time(config: Config) -> tuple[Job, float]:
+    """The job of a config, and the seconds that it took to make."""
     start = time.perf_counter()
-    planner = job_planner(config)
-    return planner, time.perf_counter() - start
+    job = make_job(config)
+    return job, time.perf_counter() - start

@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from mmtrain.planner.plan import PlanResult
-from mmtrain.planner.plan_choice import search_seed
+from mmtrain.planner.result import PlanResult
 from mmtrain.planner.search.search import SearchOptions
+from mmtrain.planner.search_settings import search_seed
 from mmtrain.schedule.action import RESULT_OF, Action, Kind
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
@@ -32,18 +32,26 @@ def random_plan(problem: PlanningProblem, rng: random.Random, *, split: bool = T
     return Plan(graph, tuple(map(tuple, orders)))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Claimed(PlanResult):
+    """A result that says that its plan takes no time, so that it runs even if the first one is shorter."""
+
+    @property
+    def makespan_s(self) -> float:
+        return 0.0
+
+
 def random_search(problem: PlanningProblem, options: SearchOptions, *, cancelled: Callable[[], bool]) -> PlanResult:
-    """One random plan, by the seed. It does not say how long it takes, so it runs even if the first one is shorter."""
+    """One random plan, by the seed, which says that it takes no time."""
     plan = random_plan(problem, random.Random(options.seed), split=options.split)
-    return PlanResult(status="improved", message="drawn", plan=plan, seed=options.seed)
+    return Claimed(problem=problem, status="improved", message="drawn", plan_or_none=plan, seed=options.seed)
 
 
 def _changed(problem: PlanningProblem, options: SearchOptions, change: Callable[[list[Action]], object]) -> PlanResult:
     result = random_search(problem, replace(options, split=False), cancelled=lambda: False)
-    assert result.plan is not None
     orders = [list(order) for order in result.plan.orders]
     change(orders[-1])
-    return replace(result, plan=Plan(problem.graph, tuple(map(tuple, orders))))
+    return replace(result, plan_or_none=Plan(problem.graph, tuple(map(tuple, orders))))
 
 
 def _sleep(seconds: float, cancelled: Callable[[], bool]) -> None:
@@ -79,7 +87,7 @@ def faulty(fault: str, problem: PlanningProblem, options: SearchOptions, cancell
     if fault == "memory":
         raise MemoryError
     if fault == "nothing":
-        return PlanResult(status="infeasible", message="nothing fits")
+        return PlanResult(problem=problem, status="infeasible", message="nothing fits")
     if fault == "nonsense":
         return None  # type: ignore[return-value]
     if fault == "deadlock":

@@ -188,8 +188,8 @@ def with_little_memory(rank, path, overrides):
 
     trainer = Trainer(config.load(path, overrides))
     if rank == 1:
-        section = dataclasses.replace(trainer.planner.section, activation_memory_gib=1e-9)
-        trainer.planner = dataclasses.replace(trainer.planner, section=section)
+        section = dataclasses.replace(trainer.job.section, activation_memory_gib=1e-9)
+        trainer.job = dataclasses.replace(trainer.job, section=section)
     with pytest.raises(PlanError) as caught:
         trainer.run()
     return str(caught.value)

@@ -7,7 +7,7 @@ import pytest
 
 from mmtrain.config import config
 from mmtrain.errors import ConfigError
-from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.job import make_job
 from tests.jobs import SHALLOW, finished, layout, metrics, train, world_size, write_config
 from tests.ranks import run_ranks
 from tests.test_trainer import CURVE_TOLERANCE
@@ -57,7 +57,7 @@ def test_what_a_job_refuses_of_a_recipe(tmp_path):
             "vlm_s.toml", [f"parallelism.pipeline_parallel_schedule={path}", "planner.enable=false", *keys]
         )
         with pytest.raises(ConfigError) as caught:
-            job_planner(job)
+            make_job(job)
         return str(caught.value)
 
     free = 'planner.memory_limit=""'
@@ -74,7 +74,7 @@ def test_the_placement_of_a_recipe_cuts_what_the_config_leaves_open(tmp_path):
     path.write_text(f"{HEAD}\ndef schedule(P):\n    return Recipe(placement=Placement('circular', 3), memory=True)\n")
     keys = [f"parallelism.pipeline_parallel_schedule={path}", "planner.enable=false"]
     open_keys = ["model.encoder.num_segments=0", "model.language.num_segments=0"]
-    cut = job_planner(config.load("vlm_s.toml", [*keys, *open_keys])).partition
+    cut = make_job(config.load("vlm_s.toml", [*keys, *open_keys])).partition
     assert len(cut.of_module("vision")) == len(cut.of_module("language")) == 3 * cut.num_ranks
-    cut = job_planner(config.load("vlm_s.toml", [*keys, *open_keys[:1], "model.language.num_segments=1"])).partition
+    cut = make_job(config.load("vlm_s.toml", [*keys, *open_keys[:1], "model.language.num_segments=1"])).partition
     assert len(cut.of_module("language")) == cut.num_ranks

@@ -168,13 +168,13 @@ def _train(args: argparse.Namespace) -> int:
         return _train_rank(args)
     from mmtrain.modality.buckets import check_video
     from mmtrain.modality.readers import check_readable
-    from mmtrain.simulator.job import job_planner
+    from mmtrain.simulator.job import make_job
     from mmtrain.spec.job_files import check_files
 
     check_temporary_folder(job.data.num_workers)
     check_video(job)
     check_readable(job.model)
-    job_planner(job)  # refuses a model that cannot be built, cut or divided, before any process starts
+    make_job(job)  # refuses a model that cannot be built, cut or divided, before any process starts
     check_files(job.model, job.tokenizer)
     _check_adapters(job.model)
     with owned(Path(job.job.dump_folder)):  # refuses a folder that rank 0 could not use
@@ -257,7 +257,7 @@ def _add_config(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 def _config(args: argparse.Namespace) -> int:
     from mmtrain.schedule.library.names import is_recipe
-    from mmtrain.simulator.job import job_planner, job_spec
+    from mmtrain.simulator.job import job_spec, make_job
     from mmtrain.spec.job_files import check_files
 
     job = config.load(args.config, args.overrides)
@@ -267,7 +267,7 @@ def _config(args: argparse.Namespace) -> int:
         job_spec(job)
         summary = f"{shown(schedule)} is a program, which is not run here: how it cuts the model is not checked"
     else:
-        summary = job_planner(job).partition_summary  # refuses a model that cannot be built, cut or divided
+        summary = make_job(job).partition_summary  # refuses a model that cannot be built, cut or divided
     check_files(job.model, job.tokenizer)
     _check_adapters(job.model)
     if summary:

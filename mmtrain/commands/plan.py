@@ -48,9 +48,10 @@ def _plan(args: argparse.Namespace) -> int:
 
     from mmtrain.costs.noise import MOST, Noise
     from mmtrain.planner.bound import lower_bound_s
+    from mmtrain.planner.plan import make_plan
     from mmtrain.planner.plan_json import plan_to_json
     from mmtrain.planner.search.numba_start import HAS_NUMBA
-    from mmtrain.planner.search.search import SearchOptions, search, warm
+    from mmtrain.planner.search.search import SearchOptions, warm
     from mmtrain.schedule.io.strict_json import json_path, write_text
     from mmtrain.schedule.problem import PlanningProblem
 
@@ -86,14 +87,14 @@ def _plan(args: argparse.Namespace) -> int:
     problem = PlanningProblem.read(args.problem)
     warm()
     start = time.perf_counter()
-    result = search(problem, options)
+    result = make_plan(problem, options)
     search_s = time.perf_counter() - start
     if args.out:
-        write_text(args.out, plan_to_json(problem, result, search_s=search_s))
-    if result.timeline is None:
+        write_text(args.out, plan_to_json(result, search_s=search_s))
+    if not result.has_plan:
         print(f"{args.problem}: no plan: {result.message}")
         return 1
-    makespan, bound = result.timeline.makespan_s, lower_bound_s(problem)
+    makespan, bound = result.makespan_s, lower_bound_s(problem)
     gap = f", {100 * (makespan / bound - 1):.2f} % over the lower bound {bound:.6g} s" if bound > 0 else ""
     print(f"{result.status}: {result.message}")
     if not HAS_NUMBA:

@@ -13,7 +13,7 @@ from mmtrain.errors import ConfigError, MMTrainError, PlanError
 
 if TYPE_CHECKING:
     from mmtrain.config.sections import PlannerConfig
-    from mmtrain.planner.plan import PlanResult
+    from mmtrain.planner.result import PlanResult
     from mmtrain.schedule.library.catalogue import Schedule
     from mmtrain.schedule.passes.lower import Program
     from mmtrain.schedule.plan import Plan
@@ -128,22 +128,19 @@ class _Planned:
     """One schedule's plan for the iteration."""
 
     name: str
-    problem: "PlanningProblem"
     result: "PlanResult"
     lower: "Callable[[Plan], Program]"
 
     @property
     def plan(self) -> "Plan":
         """Raises: MMTrainError: there is none."""
-        if self.result.plan is None:
+        if not self.result.has_plan:
             raise MMTrainError(f"no plan: {self.result.message}")
         return self.result.plan
 
     @property
     def timeline(self) -> "Timeline":
-        """The simulated timeline. Raises: MMTrainError: there is none."""
-        assert self.plan is self.result.plan
-        assert self.result.timeline is not None
+        """The simulated timeline of a plan that there is."""
         return self.result.timeline
 
 
@@ -173,18 +170,18 @@ def _show(args: argparse.Namespace) -> int:
         raise ConfigError("schedule show: --format png needs --out FILE")
     planned = _from_file(args) if _is_file(args.name) else _planner(args)(args.name)
     if args.format == "json":  # also without a plan
-        _write(plan_to_json(planned.problem, planned.result), args.out)
+        _write(plan_to_json(planned.result), args.out)
         return 0
     if args.format == "problem":
-        _write(planned.problem.to_json(), args.out)
+        _write(planned.result.problem.to_json(), args.out)
         return 0
     plan, timeline, title = planned.plan, planned.timeline, planned.name
     if args.format == "png":
         args.out.write_bytes(draw.png(timeline, title=_summary(title, timeline)))
         return 0
     exposed = ""
-    if planned.problem.runs_units:
-        per_rank = (sum(cost.exposed_s for cost in costs) for costs in entry_costs(plan, planned.problem))
+    if planned.result.problem.runs_units:
+        per_rank = (sum(cost.exposed_s for cost in costs) for costs in entry_costs(plan, planned.result.problem))
         exposed = f"exposed exchanges s {', '.join(f'{seconds:.4g}' for seconds in per_rank)}\n"
     text = {
         "text": lambda: draw.text(timeline) + f"\n{_summary(title, timeline)}\n{exposed}",
@@ -209,8 +206,8 @@ def _is_file(name: str | None) -> bool:
 
 def _from_file(args: argparse.Namespace) -> _Planned:
     """A plan from a file."""
-    from mmtrain.planner.plan import PlanResult
     from mmtrain.planner.plan_json import plan_from_json
+    from mmtrain.planner.result import PlanResult
     from mmtrain.schedule.chain import chain_problem
     from mmtrain.schedule.io.strict_json import read_text
     from mmtrain.schedule.io.torch_csv import has_transfers, read_plan, read_program
@@ -218,7 +215,6 @@ def _from_file(args: argparse.Namespace) -> _Planned:
     from mmtrain.schedule.passes.lower import lower
     from mmtrain.schedule.passes.separate import separate_gradients
     from mmtrain.schedule.problem import PlanningProblem
-    from mmtrain.schedule.simulate import simulate
 
     path = Path(args.name)
     if path.suffix == ".csv":
@@ -244,8 +240,8 @@ def _from_file(args: argparse.Namespace) -> _Planned:
         plan = separate_gradients(plan, problem)
     if args.braid:
         plan = braid(plan, problem)
-    result = PlanResult(status="first", message=f"the order of {path}", plan=plan, timeline=simulate(problem, plan))
-    return _Planned(path.name, problem, result, lambda plan: lower(plan, problem, sharded=False))
+    result = PlanResult(problem=problem, status="first", message=f"the order of {path}", plan_or_none=plan)
+    return _Planned(path.name, result, lambda plan: lower(plan, problem, sharded=False))
 
 
 def _named(path: Path, read: Callable[[], _T]) -> _T:
@@ -259,7 +255,7 @@ def _named(path: Path, read: Callable[[], _T]) -> _T:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from mmtrain.planner.plan_choice import PLANNED
+    from mmtrain.planner.search_settings import PLANNED
     from mmtrain.schedule.library.catalogue import CATALOGUE
     from mmtrain.schedule.library.names import check_name, file_of
     from mmtrain.schedule.recipe.files import schedule_of
@@ -441,10 +437,11 @@ def _of_config(args: argparse.Namespace) -> _Planner:
     from mmtrain.config import config
     from mmtrain.data.loader import Loader
     from mmtrain.planner.assignment.step_assigner import StepAssigner
-    from mmtrain.simulator.job import job_planner
+    from mmtrain.planner.iteration import IterationPlanner
+    from mmtrain.simulator.job import make_job
 
     job, number = config.load(args.config, args.overrides), args.batch or 0
-    assigner = StepAssigner.of(job, job_planner(job)) if job.assignment.assigns else None
+    assigner = StepAssigner.of(job, make_job(job)) if job.assignment.assigns else None
     degree = job.parallelism.mesh_shape.dp
     with Loader(job, dp_degree=degree, num_workers=0, num_steps=number + 1, assigner=assigner) as loader:
         *_, (_, meta, _) = loader
@@ -456,10 +453,10 @@ def _of_config(args: argparse.Namespace) -> _Planner:
         if search:
             chosen = replace(chosen, planner=search.section(chosen.planner))
             config.check(chosen)
-        planner = job_planner(chosen)
+        made = make_job(chosen)
         searched = bool(search) or (args.verb == "show" and args.format == "problem")
-        problem = planner.problem(meta, searched=searched)[1]
-        return _plan(planner.schedule, problem, lambda plan: planner.lower(plan, problem), search, planner.section)
+        problem = IterationPlanner(made).problem(meta, searched=searched)[1]
+        return _plan(made.schedule, problem, lambda plan: made.lower(plan, problem), search, made.section)
 
     return plan
 
@@ -471,18 +468,12 @@ def _plan(
     search: _Search | None,
     section: "PlannerConfig | None",
 ) -> _Planned:
-    from mmtrain.planner.plan import make_plan
-    from mmtrain.planner.plan_choice import searched_plan
+    from mmtrain.planner.plan import JobMethod, make_plan
     from mmtrain.schedule.passes import lower as lowering
 
-    result = (
-        searched_plan(problem, schedule, section, seed=search.seed)
-        if search and section
-        else make_plan(problem, schedule)
-    )
-    return _Planned(
-        schedule.name, problem, result, lower or (lambda plan: lowering.lower(plan, problem, sharded=False))
-    )
+    method = JobMethod.searching(schedule, section, seed=search.seed) if search and section else schedule
+    result = make_plan(problem, method)
+    return _Planned(schedule.name, result, lower or (lambda plan: lowering.lower(plan, problem, sharded=False)))
 
 
 def _chain_costs(text: str | None) -> dict[str, Any]:

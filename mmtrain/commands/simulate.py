@@ -51,7 +51,7 @@ def _simulate(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from mmtrain.errors import ConfigError
-    from mmtrain.planner.plan_choice import PLANNED
+    from mmtrain.planner.search_settings import PLANNED
     from mmtrain.run_page import breakdown_chart, line_chart
     from mmtrain.schedule.view.draw import document, painted, trace_events
     from mmtrain.simulator.study import Question, simulate_job, table, to_json

@@ -44,7 +44,7 @@ PCIE = HostCopy(bytes_per_s=PlannerConfig().host_bytes_per_s)
 class CostModel(Protocol):
     """Seconds of layers, transfers and the optimizer on some hardware.
 
-    Layers of a module whose specs differ only in their name take the same time.
+    Layers of a module whose specs differ only in their name take the same time. Several threads may use one model.
     """
 
     def layer(self, module: ModuleSpec, index: int, size: WorkSize, *, input_grad: bool) -> LayerTimes:

@@ -9,9 +9,9 @@ from mmtrain.config.topology import AXES
 from mmtrain.data.media_readers import image_processor, image_rules
 from mmtrain.errors import ConfigError
 from mmtrain.modality.sounds import sound_rules
-from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.job import Job
 from mmtrain.planner.partition.pipeline_layout import show_layout
-from mmtrain.planner.plan_choice import show_switches
+from mmtrain.planner.search_settings import show_switches
 from mmtrain.spec.composites import class_name
 from mmtrain.spec.modules import families, shape_of, whole_kind, why_not_whole
 from mmtrain.spec.vae_shapes import VaeShape
@@ -21,7 +21,7 @@ FEW_CLIPS = 32_000
 docs/log.md, "Samples that are noise"."""
 
 
-def start_lines(config: Config, planner: IterationPlanner, *, device: str, threads: int, cut_s: float) -> list[str]:
+def start_lines(config: Config, job: Job, *, device: str, threads: int, cut_s: float) -> list[str]:
     """The models and their data, size and cut of each module, mesh and planner.
 
     Args: device: its type. threads: of one rank's search. cut_s: seconds that the partition took.
@@ -29,8 +29,8 @@ def start_lines(config: Config, planner: IterationPlanner, *, device: str, threa
     known = families(config.model)
     names = dict.fromkeys(section.pretrained or known[module] for module, section in config.model.sections.items())
     lines = [f"{' + '.join(names)} on {config.data.description}, into {config.job.dump_folder}"]
-    for module in planner.spec.modules:
-        stages = planner.partition.of_module(module.name)
+    for module in job.spec.modules:
+        stages = job.partition.of_module(module.name)
         total, trained = module.num_params, module.num_trainable_params
         part = "" if trained == total else f" ({trained:,} train)" if trained else " (frozen)"
         lines.append(
@@ -46,8 +46,8 @@ def start_lines(config: Config, planner: IterationPlanner, *, device: str, threa
             ]
         kind = whole_kind(config.model)
         lines.append(f"exports as {class_name(kind)}" if kind else f"exports as parts: {why_not_whole(config.model)}")
-    if planner.partition_summary:
-        lines.append(f"{planner.partition_summary} ({cut_s:.2f} s)")
+    if job.partition_summary:
+        lines.append(f"{job.partition_summary} ({cut_s:.2f} s)")
     degrees = zip(AXES, config.parallelism.mesh_shape.degrees, strict=True)
     training = config.training
     lines.append(

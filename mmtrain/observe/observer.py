@@ -10,7 +10,8 @@ from mmtrain.observe.validation import Validation
 from mmtrain.parallel.mesh import Mesh
 from mmtrain.parallel.planning import Planned
 from mmtrain.parallel.runtime import StepOutcome
-from mmtrain.planner.iteration import IterationPlan, IterationPlanner
+from mmtrain.planner.iteration import IterationPlan
+from mmtrain.planner.job import Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ class FinishedStep(RunningStep):
 class Observer:
     """Hooks of a job, which all ranks call alike; each may be collective over the job."""
 
-    def layout_begins(self, config: Config, planner: IterationPlanner, mesh: Mesh, step: int) -> None:
+    def layout_begins(self, config: Config, job: Job, mesh: Mesh, step: int) -> None:
         """The steps after `step` have this layout."""
 
     def layout_ends(self) -> None:

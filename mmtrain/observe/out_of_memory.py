@@ -68,7 +68,6 @@ class OutOfMemoryContext:
     @property
     def predicted_bytes(self) -> tuple[float, ...]:
         """[pp_rank] -> predicted peak of the step."""
-        assert self.plan.result.timeline is not None
         peaks = self.plan.result.timeline.peak_bytes
         return tuple(rank.predicted_bytes(peak) for rank, peak in zip(self.budget.ranks, peaks, strict=True))
 
@@ -183,7 +182,7 @@ def _write(folder: Path, error: BaseException, context: OutOfMemoryContext) -> N
     traceback.clear_frames(error.__traceback__)  # frees them
     write_text(aside / "prediction.json", json.dumps(_prediction(error, context), indent=1) + "\n")
     context.plan.problem.write(aside / "problem.json.gz")
-    write_text(aside / "plan.json", plan_to_json(context.plan.problem, context.plan.result))
+    write_text(aside / "plan.json", plan_to_json(context.plan.result))
     program = context.plan.program
     options = "".join(f"stage {stage}, work {work}: {name}\n" for (stage, work), name in sorted(program.memory.items()))
     (aside / "program.txt").write_text(f"{program}\n\n{options}")
@@ -193,7 +192,6 @@ def _write(folder: Path, error: BaseException, context: OutOfMemoryContext) -> N
 
 def _prediction(error: BaseException, context: OutOfMemoryContext) -> dict[str, Any]:
     budget = context.budget
-    assert context.plan.result.timeline is not None
     return {
         "step": context.step,
         "rank": context.rank,

@@ -32,8 +32,8 @@ from mmtrain.observe.validation import Validation
 from mmtrain.parallel.collectives import on_rank_zero
 from mmtrain.parallel.mesh import Mesh
 from mmtrain.parallel.planning import num_cores
-from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.plan_choice import search_threads
+from mmtrain.planner.job import Job
+from mmtrain.planner.search_settings import search_threads
 
 logger = logging.getLogger("mmtrain")
 
@@ -41,10 +41,10 @@ logger = logging.getLogger("mmtrain")
 class RunRecord(Observer):
     """The metrics, files and log lines of one run. All methods are collective over the job."""
 
-    def __init__(self, config: Config, planner: IterationPlanner, mesh: Mesh, start: int) -> None:
+    def __init__(self, config: Config, job: Job, mesh: Mesh, start: int) -> None:
         """Args: start: the run goes on after this step. Raises: ConfigError: its folder cannot be written."""
         self._start = start
-        self.layout_begins(config, planner, mesh, start)
+        self.layout_begins(config, job, mesh, start)
         self._peak_flops = peak_flops(config.metrics, mesh.device)
         self._log = LogFile(self._folder, mesh.rank)
         self._reporter: Reporter | None = None
@@ -53,21 +53,21 @@ class RunRecord(Observer):
             self._reporter = Reporter(config.metrics, self._folder, steps=steps, start=start, config=to_dict(config))
             _log_prompts(config)
 
-    def layout_begins(self, config: Config, planner: IterationPlanner, mesh: Mesh, step: int) -> None:
+    def layout_begins(self, config: Config, job: Job, mesh: Mesh, step: int) -> None:
         """Writes the config, the environment and the schedule's file of the steps after `step`, whose layout this is.
 
         Raises: ConfigError: the folder cannot be written.
         """
-        self._config, self._planner, self._mesh = config, planner, mesh
+        self._config, self._job, self._mesh = config, job, mesh
         self._folder = Path(config.job.dump_folder)
 
         def write() -> None:
             (self._folder / "config.toml").write_text(config_module.dump(config))
             write_environment(self._folder / "environment.json", mesh, step)
-            if planner.schedule.text:
-                copy = self._folder / f"schedule{planner.schedule.suffix}"
-                copy.write_bytes(planner.schedule.text.encode())
-                copy.with_suffix(".sha256").write_text(f"{planner.schedule.digest}  {copy.name}\n")
+            if job.schedule.text:
+                copy = self._folder / f"schedule{job.schedule.suffix}"
+                copy.write_bytes(job.schedule.text.encode())
+                copy.with_suffix(".sha256").write_text(f"{job.schedule.digest}  {copy.name}\n")
 
         try:
             on_rank_zero(write)
@@ -78,14 +78,13 @@ class RunRecord(Observer):
 
     def layout_ends(self) -> None:
         """See `Observer`."""
-        del self._mesh, self._planner
+        del self._mesh, self._job
 
     def after_step(self, step: FinishedStep) -> None:
         """Reports one training step, and writes its files where they are due."""
         plan, metrics, shape = step.plan, step.metrics, self._mesh.shape
-        assert plan.result.plan is not None and plan.result.timeline is not None
         timing = StepTiming.gathered(self._mesh, plan.result.plan, step.outcome)
-        flops = self._planner.flops(plan.batching)
+        flops = self._job.flops(plan.batching)
         metrics.record("step", step.step)
         metrics.record("ranks", shape.world_size)
         metrics.record("flops", sum(of.total for of in flops.values()))
@@ -110,7 +109,7 @@ class RunRecord(Observer):
                 step.step, values["samples"], self._config.assignment.stable_samples,
             )  # fmt: skip
         self._reporter.step(values, quiet=step.step % section.log_freq != 0 and step.step not in (1, steps))
-        files = StepFiles(step=step.step, planner=self._planner, plan=plan, timing=timing)
+        files = StepFiles(step=step.step, job=self._job, plan=plan, timing=timing)
         if section.trace_freq and step.step % section.trace_freq == 0:
             files.write_trace(self._folder / "traces" / f"step-{step.step}.json")
         if section.timeline_freq and (step.step % section.timeline_freq == 0 or step.step == steps):
@@ -136,11 +135,11 @@ class RunRecord(Observer):
         self._log.close()
 
 
-def log_start(config: Config, planner: IterationPlanner, device: torch.device, cut_s: float) -> None:
+def log_start(config: Config, job: Job, device: torch.device, cut_s: float) -> None:
     """Logs what is trained, and how. Args: cut_s: seconds that the partition took."""
     num_ranks = local_world_size(config.parallelism.mesh_shape.world_size)
     threads = search_threads(config.planner.threads, num_cores(), num_ranks)
-    for line in start_lines(config, planner, device=device.type, threads=threads, cut_s=cut_s):
+    for line in start_lines(config, job, device=device.type, threads=threads, cut_s=cut_s):
         logger.info("%s", line)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from mmtrain.launch.whole_files import write_whole
 from mmtrain.observe.step_timing import StepTiming, planned_timing
-from mmtrain.planner.iteration import IterationPlan, IterationPlanner
+from mmtrain.planner.iteration import IterationPlan
+from mmtrain.planner.job import Job
 from mmtrain.schedule.action import Action, Kind
 from mmtrain.schedule.timeline import Timeline
 from mmtrain.schedule.view.draw import png, svg, trace_events
@@ -21,14 +22,13 @@ class StepFiles:
     """The files of a step, on replica 0."""
 
     step: int
-    planner: IterationPlanner
+    job: Job
     plan: IterationPlan
     timing: StepTiming
 
     @cached_property
     def timelines(self) -> dict[str, Timeline]:
         """Measured and planned."""
-        assert self.plan.result.timeline is not None
         return {"measured": self.timing.timeline(), "planned": self.plan.result.timeline}
 
     def write_trace(self, path: Path) -> None:
@@ -83,7 +83,7 @@ class StepFiles:
             "num_ranks": graph.num_ranks,
             "stages": [
                 [graph.module_of[stage.index], stage.pp_rank, stage.layers[0], stage.layers[1] - 1]
-                for stage in self.planner.partition.stages
+                for stage in self.job.partition.stages
             ],
             "actions": actions,
             "deferred": [
@@ -99,15 +99,15 @@ class StepFiles:
 
     def _flops(self, action: Action) -> float:
         """Model FLOPs of an action."""
-        stage, size = self.planner.partition.stages[action.stage], self.plan.batching.sizes[self._works[action]]
-        return flops_of(action.kind, self.planner.spec.flops(stage.module, size, range(*stage.layers)))
+        stage, size = self.job.partition.stages[action.stage], self.plan.batching.sizes[self._works[action]]
+        return flops_of(action.kind, self.job.spec.flops(stage.module, size, range(*stage.layers)))
 
     def _details(self, entry: Action) -> dict[str, Any]:
         """The details of an entry of an order in a trace; of a block, those of each part under its name."""
         if len(entry.parts) > 1:
             return {str(part): self._details(part) for part in entry.parts}
         (action,) = entry.parts
-        stage, work = self.planner.partition.stages[action.stage], self._works[action]
+        stage, work = self.job.partition.stages[action.stage], self._works[action]
         size = self.plan.batching.sizes[work]
         return {
             "module": stage.module,

@@ -21,6 +21,7 @@ from mmtrain.config.config import Config
 from mmtrain.config.memory_amount import GIB, show_bytes
 from mmtrain.observe.metrics import Metrics
 from mmtrain.planner.iteration import IterationPlan, IterationPlanner
+from mmtrain.planner.job import Job
 from mmtrain.planner.memory.limit import BudgetHistory, MemoryBudget, MemoryRule, least_activation_bytes
 
 logger = logging.getLogger("mmtrain")
@@ -153,15 +154,13 @@ class JobMemory:
         self._meter = PeakMeter(device, budgets.budget.ranks[pp_rank].process_bytes, shared=shares_device)
 
     @classmethod
-    def budgeted(
-        cls, config: Config, planner: IterationPlanner, device: torch.device, found: DeviceMemory
-    ) -> "JobMemory":
+    def budgeted(cls, config: Config, job: Job, device: torch.device, found: DeviceMemory) -> "JobMemory":
         """What the plans of a layout have to leave free, of what was found before any model was there.
 
         Raises: ConfigError: planner.memory_limit leaves nothing for activations.
         """
         rule = MemoryRule.of(config, found.device_bytes)
-        budget = rule.budget(planner.spec, planner.partition, found.process_bytes)
+        budget = rule.budget(job.spec, job.partition, found.process_bytes)
         budget.check()
         if budget.limited:
             logger.info("%s", budget.table())
@@ -192,10 +191,10 @@ class JobMemory:
         """The budget of a step."""
         return self._budgets.at(step)
 
-    def limited(self, planner: IterationPlanner, step: int) -> IterationPlanner:
-        """The planner with the limits of a step."""
-        limits = self._budgets.at(step).activation_limits
-        return planner.with_limits(limits, self._budgets.budget.activation_limits) if limits else planner
+    def limited(self, job: Job, step: int) -> IterationPlanner:
+        """The planner of a job with the limits of a step."""
+        limits, widest = (b.activation_limits for b in (self._budgets.at(step), self._budgets.budget))
+        return IterationPlanner(job, limits, None if widest == limits else widest)
 
     def start_step(self) -> None:
         """Resets the peak for the coming step."""
@@ -209,7 +208,6 @@ class JobMemory:
         """Records the memory of a step; larger margins for later steps if it exceeded the limit. Collective over the
         job."""
         measured, budget = self._meter.peak_bytes(), self._budgets.at(step).ranks[self._pp_rank]
-        assert plan.result.timeline is not None
         predicted = budget.predicted_bytes(plan.result.timeline.peak_bytes[self._pp_rank])
         excess = torch.zeros(len(self._budgets.budget.ranks), dtype=torch.float64)
         if measured is not None and budget.limit_bytes is not None and measured > budget.limit_bytes:

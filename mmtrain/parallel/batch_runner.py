@@ -25,7 +25,8 @@ from mmtrain.parallel.planning import PendingPlan
 from mmtrain.parallel.replica_data import Item
 from mmtrain.parallel.runtime import StepOutcome
 from mmtrain.parallel.tensor import finish_gradients
-from mmtrain.planner.iteration import IterationPlan, IterationPlanner
+from mmtrain.planner.iteration import IterationPlan
+from mmtrain.planner.job import Job
 
 logger = logging.getLogger("mmtrain")
 
@@ -53,7 +54,7 @@ class BatchRunner:
     """Runs batches on one rank."""
 
     training: TrainingConfig
-    planner: IterationPlanner
+    job: Job
     placement: Placement
     denoising: Denoising | None
     """Of a text-to-video job."""
@@ -88,9 +89,9 @@ class BatchRunner:
         )
         runtime.load(
             plan.program,
-            lambda stage, work: self.planner.output_shape(plan.layout, stage, work, mesh.place.cp, mesh.place.tp),
+            lambda stage, work: self.job.output_shape(plan.layout, stage, work, mesh.place.cp, mesh.place.tp),
         )
-        return runtime.step(StepFeed(self.planner.partition, inputs), loss_grad=loss_grad)
+        return runtime.step(StepFeed(self.job.partition, inputs), loss_grad=loss_grad)
 
     def noise(self, step: int, *, hides: bool) -> ClipNoise | None:
         """The random choices of a step of a text-to-video job. Args: hides: captions may be hidden."""
@@ -120,7 +121,7 @@ class BatchRunner:
         finish_gradients(model.parameters)
         sync_tied(model.tied, mesh)
         # The tied head is counted in the norm where the embedding is.
-        skip = model.tied[-1] if model.tied and self.planner.partition.tie_ranks[1] == mesh.pp_rank else None
+        skip = model.tied[-1] if model.tied and self.job.partition.tie_ranks[1] == mesh.pp_rank else None
         return float(total_norm(model.parameters, mesh, skip=skip))
 
 

@@ -15,14 +15,14 @@ from mmtrain.errors import ConfigError
 from mmtrain.parallel.build import LocalModel, build_local_model
 from mmtrain.parallel.mesh import Mesh, build_mesh
 from mmtrain.parallel.optim import LocalOptimizers, build_optimizers, check_groups
-from mmtrain.parallel.planning import PlanAhead
+from mmtrain.parallel.planning import PlanAhead, Search
 from mmtrain.parallel.position_losses import PositionLosses
 from mmtrain.parallel.replica_data import ReplicaData
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.parallel.torch_private import end_groups, process_groups
 from mmtrain.planner.assignment.step_assigner import StepAssigner
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.plan_choice import Search
+from mmtrain.planner.job import Job
 from mmtrain.planner.search import search as searching
 
 
@@ -41,8 +41,8 @@ class Placement:
     """All that were made for it."""
 
     @classmethod
-    def build(cls, config: Config, planner: IterationPlanner, device: torch.device, search: Search) -> "Placement":
-        """The layout that a config and its planner describe, with initial weights. Collective over the job.
+    def build(cls, config: Config, job: Job, device: torch.device, search: Search) -> "Placement":
+        """The layout that a config and its job describe, with initial weights. Collective over the job.
 
         Args: search: finds the plans of iterations.
         Raises: ConfigError.
@@ -51,7 +51,7 @@ class Placement:
             raise ConfigError(
                 f'training.attention_backend = "flex" trains on CUDA alone, but the device is {device.type}; set "auto"'
             )
-        seed, partition, groups_before = config.debug.seed, planner.partition, process_groups()
+        seed, partition, groups_before = config.debug.seed, job.partition, process_groups()
         mesh = build_mesh(
             config.parallelism.mesh_shape,
             device,
@@ -60,14 +60,14 @@ class Placement:
             tie_ranks=partition.tie_ranks,
             share_device=config.comm.share_device,
         )
-        data, ahead = ReplicaData(config, mesh, planner.spec, partition, StepAssigner.of(config, planner)), None
+        data, ahead = ReplicaData(config, mesh, job.spec, partition, StepAssigner.of(config, job)), None
         with ExitStack() as undo:
             if config.planner.enable:
-                ahead = PlanAhead(planner, mesh, seed=seed, search=search, warm=searching.warm)
+                ahead = PlanAhead(IterationPlanner(job), mesh, seed=seed, search=search, warm=searching.warm)
                 undo.callback(ahead.close)
             model = build_local_model(
                 config.model,
-                planner.spec,
+                job.spec,
                 partition,
                 mesh,
                 config.training,

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import IntEnum
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,10 +30,13 @@ from mmtrain.parallel.build import check_same_program
 from mmtrain.parallel.mesh import Mesh, second_replica_group
 from mmtrain.planner.bound import lower_bound_s
 from mmtrain.planner.iteration import Iteration, IterationPlan, IterationPlanner
-from mmtrain.planner.plan import PlanResult
-from mmtrain.planner.plan_choice import Search, choose_plan, search_options, search_seed, search_threads
+from mmtrain.planner.plan import best_of
+from mmtrain.planner.result import PlanKind, PlanResult
+from mmtrain.planner.search.search import SearchOptions
+from mmtrain.planner.search_settings import search_options, search_seed, search_threads
 from mmtrain.schedule.io.wire import from_bytes, to_bytes
 from mmtrain.schedule.plan import check
+from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import simulate
 
 logger = logging.getLogger("mmtrain")
@@ -61,6 +64,16 @@ class PlanStatus(IntEnum):
     """The iteration itself is wrong: lost images, layers that do not fit. This ends the job."""
 
 
+class Search(Protocol):
+    """Finds the plans of iterations, as `make_plan` does."""
+
+    def __call__(
+        self, problem: PlanningProblem, options: SearchOptions, /, *, cancelled: Callable[[], bool]
+    ) -> PlanResult:
+        """The best plan found. Args: cancelled: asked now and then; the search ends early where it says True."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Planned:
     """One iteration's plan, and how the search for it ended."""
@@ -72,19 +85,25 @@ class Planned:
     """Plans tried by all searches of the replica; 0: not known on this rank."""
     search_s: float
     """Seconds of the longest search."""
-    makespan_s: float
-    """Simulated makespan of the plan."""
-    first_s: float
-    """Simulated makespan of the first plan; NaN if it has none."""
     bound_s: float
     """Lower bound of the makespan of any plan; NaN on ranks other than the leader."""
     age_s: float = 0.0
     """Seconds from the time the searched plan was ready on this rank to its use; 0 for a first plan."""
 
+    @property
+    def makespan_s(self) -> float:
+        """Simulated makespan of the plan."""
+        return self.plan.result.makespan_s
+
+    @property
+    def first_s(self) -> float:
+        """Simulated makespan of the first plan; NaN if it has none."""
+        return self.plan.first.makespan_s if self.plan.first.has_plan else math.nan
+
 
 @dataclass(frozen=True, kw_only=True)
-class _Message:
-    """The result of one search, as it is sent to the ranks of its replica."""
+class _Outcome:
+    """How the search for a step ended, as it is sent to the ranks of its replica, and what a rank made of it."""
 
     step: int
     status: PlanStatus
@@ -92,25 +111,18 @@ class _Message:
     """What went wrong."""
     data: bytes = b""
     """The plan in the form of `schedule.io.wire`."""
-    result_status: Any = "improved"
-    result_message: str = ""
+    kind: PlanKind = "improved"
+    message: str = ""
+    """Of the result."""
     makespan_s: float = math.inf
     evaluations: int = 0
     search_s: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Outcome:
-    """What a rank's thread has for a step."""
-
-    status: PlanStatus
-    text: str = ""
     plan: IterationPlan | None = None
-    evaluations: int = 0
-    search_s: float = 0.0
+    """The plan as adopted on this rank."""
     ready_s: float = math.nan
-    """When the plan was adopted, on this rank's clock."""
+    """When it was adopted, on this rank's clock."""
     error: Exception | None = None
+    """Why this rank cannot prepare the iteration."""
 
 
 @dataclass(eq=False)
@@ -124,12 +136,16 @@ class PendingPlan:
     done: threading.Event = field(default_factory=threading.Event)
     given_up: threading.Event = field(default_factory=threading.Event)
     """Set when no step waits for its plan any more."""
-    prepared: tuple[Iteration, PlanResult] | None = None
-    """The iteration with its first plan, once the thread has made them."""
+    iteration: Iteration | None = None
+    """With its first plan, once the thread has made it."""
     bound_s: float = math.nan
     """As in `Planned`."""
-    outcome: _Outcome = field(default_factory=lambda: _Outcome(status=PlanStatus.TIMED_OUT))
-    """Final once `done` is set."""
+    outcome: _Outcome | None = None
+    """Set before `done`."""
+
+    def prepare(self) -> Iteration:
+        """The iteration with its first plan."""
+        return self.planner.prepare(self.meta, searched=True)
 
 
 class PlanAhead:
@@ -153,15 +169,13 @@ class PlanAhead:
         warm: Callable[[], None] = lambda: None,
     ) -> None:
         self._planner, self._mesh, self._seed, self._search, self._warm = planner, mesh, seed, search, warm
-        self._section: PlannerConfig = planner.section
+        self._section: PlannerConfig = planner.job.section
         self._searches = mesh.is_leader or self._section.distributed
         self._group = second_replica_group(mesh, MESSAGE_TIMEOUT)
         self.threads = search_threads(self._section.threads, num_cores(), local_world_size(mesh.shape.world_size))
         """Of a search."""
         self.counts: Counter[PlanStatus] = Counter()
         """How many iterations had each status."""
-        self._pricing = threading.Lock()
-        """Cost models cache their last results, so one thread at a time may use them."""
         self._broken = False
         self._current: PendingPlan | None = None
         self._open: list[PendingPlan] = []
@@ -178,7 +192,7 @@ class PlanAhead:
         self._queue.put(pending)
         return pending
 
-    def take(self, pending: PendingPlan, patience_s: float | None) -> Planned:
+    def take(self, pending: PendingPlan, patience_s: float | None = None) -> Planned:
         """The plan of a submitted step, equal on all ranks of the replica. Collective over it.
 
         Args: patience_s: seconds to wait before it uses the first plan instead; None: as long as the search takes.
@@ -188,38 +202,27 @@ class PlanAhead:
         """
         self._wait(pending, patience_s)
         self._open.remove(pending)
-        if pending.done.is_set():
-            outcome = pending.outcome
-        else:
-            outcome = _Outcome(status=PlanStatus.TIMED_OUT, text=_timed_out(patience_s))
-            if self._broken:
-                outcome = _Outcome(status=PlanStatus.BROKEN)
+        outcome = pending.outcome if pending.done.is_set() else None
+        if outcome is None and self._broken:
+            outcome = _Outcome(step=pending.step, status=PlanStatus.BROKEN)
+        outcome = outcome or _Outcome(step=pending.step, status=PlanStatus.TIMED_OUT, text=_timed_out(patience_s))
         status, text = self._agree(outcome)
         self.counts[status] += 1
         if status is PlanStatus.READY:
-            assert outcome.plan is not None and pending.prepared is not None
-            return _planned(pending, outcome.plan, pending.prepared[1], outcome, status)
+            assert outcome.plan is not None
+            return _planned(pending, outcome.plan, outcome, status)
         pending.given_up.set()
         if status is PlanStatus.ERROR:
             raise outcome.error or PlanError(f"step {pending.step}: {text}")
         if status is PlanStatus.BROKEN:
             self._broken = True
-        iteration, first = pending.prepared or self._prepare(pending)
-        plan = pending.planner.finish(iteration, first)
+        iteration = pending.iteration or pending.prepare()
+        plan = pending.planner.finish(iteration, iteration.first)
         check_same_program(plan.program.hash, self._mesh)
         if text:
             how = status.name.lower().replace("_", " ")
             logger.warning("step %d runs its first plan (search %s): %s", pending.step, how, text)
-        return _planned(pending, plan, first, outcome, status)
-
-    def now(self, step: int, meta: IterationMeta, planner: IterationPlanner | None = None) -> Planned:
-        """Submits a step and waits for its plan. Collective over the replica. Errors as of `take`."""
-        return self.take(self.submit(step, meta, planner), None)
-
-    def forward(self, meta: IterationMeta, planner: IterationPlanner | None = None) -> IterationPlan:
-        """The plan of a forward-only iteration, in the order of the schedule. Errors as of `take`."""
-        planner = planner or self._planner
-        return planner.finish(*planner.prepared(meta, forward_only=True, pricing=self._pricing))
+        return _planned(pending, plan, outcome, status)
 
     def close(self) -> None:
         """Cancels all searches and ends the thread."""
@@ -273,36 +276,32 @@ class PlanAhead:
             except BaseException as error:
                 self._broken = True
                 text = f"the ranks of the replica cannot exchange plans any more: {type(error).__name__}: {error}"
-                pending.outcome = _Outcome(status=PlanStatus.BROKEN, text=text)
+                pending.outcome = _Outcome(step=pending.step, status=PlanStatus.BROKEN, text=text)
             self._current = None
             pending.done.set()
 
     def _plan(self, pending: PendingPlan) -> _Outcome:
         """Prepares, searches, exchanges and adopts the plan of one iteration. Raises only what the exchange raises."""
         if self._broken:
-            return _Outcome(status=PlanStatus.BROKEN)
+            return _Outcome(step=pending.step, status=PlanStatus.BROKEN)
         error: Exception | None = None
-        message = _Message(step=pending.step, status=PlanStatus.TIMED_OUT, text="it was cancelled")
+        outcome = _Outcome(step=pending.step, status=PlanStatus.TIMED_OUT, text="it was cancelled")
         if not pending.given_up.is_set():
             try:
-                pending.prepared = iteration, first = self._prepare(pending)
+                pending.iteration = iteration = pending.prepare()
                 if self._mesh.is_leader:
                     pending.bound_s = lower_bound_s(iteration.problem)
-                message = self._offer(pending, iteration, first) if self._searches else message
+                outcome = self._offer(pending, iteration) if self._searches else outcome
             except Exception as raised:
                 error = raised
-                message = replace(message, status=PlanStatus.ERROR, text=str(raised))
-        message = self._exchange(message)  # also after an error, since it is collective
+                outcome = replace(outcome, status=PlanStatus.ERROR, text=str(raised))
+        outcome = self._exchange(outcome)  # also after an error, since it is collective
         if error is not None:
-            return _Outcome(status=PlanStatus.ERROR, error=error)
-        return self._adopt(pending, message)
+            return _Outcome(step=pending.step, status=PlanStatus.ERROR, error=error)
+        return self._adopt(pending, outcome)
 
-    def _prepare(self, pending: PendingPlan) -> tuple[Iteration, PlanResult]:
-        """An iteration with its first plan. Thread-safe."""
-        return pending.planner.prepared(pending.meta, searched=True, pricing=self._pricing)
-
-    def _offer(self, pending: PendingPlan, iteration: Iteration, first: PlanResult) -> _Message:
-        """The message with the result of this rank's search. Never raises."""
+    def _offer(self, pending: PendingPlan, iteration: Iteration) -> _Outcome:
+        """The result of this rank's search, as it is sent. Never raises."""
         mesh, section, problem = self._mesh, self._section, iteration.problem
         member = mesh.replica_ranks.index(mesh.rank)
         options = search_options(
@@ -310,18 +309,20 @@ class PlanAhead:
             seed=search_seed(self._seed, pending.step, member),
             threads=self.threads,
             num_searchers=len(mesh.replica_ranks) if section.distributed else 1,
-            noise=pending.planner.costs.noise,
+            noise=pending.planner.job.costs.noise,
         )
-        message = _Message(step=pending.step, status=PlanStatus.FAILED)
+        outcome = _Outcome(step=pending.step, status=PlanStatus.FAILED)
         start = time.perf_counter()
         try:
-            result = choose_plan(problem, first, section, options, self._search, pending.given_up.is_set)
-            message = replace(message, search_s=time.perf_counter() - start, evaluations=int(result.evaluations))
-            plan, status, sentence = result.plan, str(result.status), str(result.message)
+            result = iteration.first
+            if section.interleave:
+                result = best_of(result, self._search(problem, options, cancelled=pending.given_up.is_set))
+            outcome = replace(outcome, search_s=time.perf_counter() - start, evaluations=int(result.evaluations))
+            plan, message = result.plan_or_none, str(result.message)
         except Exception as error:
-            return replace(message, text=f"it raised {type(error).__name__}: {error}")
+            return replace(outcome, text=f"it raised {type(error).__name__}: {error}")
         if plan is None:
-            return replace(message, text=sentence)
+            return replace(outcome, text=message)
         try:
             if plan.graph != problem.graph:
                 raise PlanError("its work graph is that of another iteration")
@@ -329,13 +330,13 @@ class PlanAhead:
             if section.distributed:  # only a valid plan may be preferred to those of the other ranks
                 check(plan, problem)
                 makespan_s = result.expected_s or simulate(problem, plan).makespan_s
-            message = replace(message, data=to_bytes(plan), result_status=status, result_message=sentence)
-            return replace(message, status=PlanStatus.READY, makespan_s=makespan_s)
+            outcome = replace(outcome, data=to_bytes(plan), kind=result.status, message=message)
+            return replace(outcome, status=PlanStatus.READY, makespan_s=makespan_s)
         except Exception as error:
-            return replace(message, status=PlanStatus.INVALID, text=_text(error))
+            return replace(outcome, status=PlanStatus.INVALID, text=_text(error))
 
-    def _exchange(self, local: _Message) -> _Message:
-        """The message with the best plan of all ranks that search. Collective over the threads of the replica."""
+    def _exchange(self, local: _Outcome) -> _Outcome:
+        """The best plan of all ranks that search. Collective over the threads of the replica."""
         group, ranks = self._group, self._mesh.replica_ranks
         if group is None:
             return local
@@ -351,31 +352,30 @@ class PlanAhead:
             }
         box: list[Any] = [local]
         dist.broadcast_object_list(box, src=ranks[source], group=group, device=torch.device("cpu"))
-        message: _Message = replace(box[0], **more)
-        if message.step != local.step:
-            raise PlanError(f"a plan of step {message.step} was received for step {local.step}")
-        return message
+        outcome: _Outcome = replace(box[0], **more)
+        if outcome.step != local.step:
+            raise PlanError(f"a plan of step {outcome.step} was received for step {local.step}")
+        return outcome
 
-    def _adopt(self, pending: PendingPlan, message: _Message) -> _Outcome:
-        """Checks and lowers the plan of a message. Never raises."""
-        outcome = _Outcome(
-            status=message.status, text=message.text, evaluations=message.evaluations, search_s=message.search_s
-        )
-        if message.status is not PlanStatus.READY:
+    def _adopt(self, pending: PendingPlan, outcome: _Outcome) -> _Outcome:
+        """Checks and lowers the plan that was received. Never raises."""
+        if outcome.status is not PlanStatus.READY:
             # A leader that could not prepare the iteration raises that error itself.
-            return replace(outcome, status=min(message.status, PlanStatus.FAILED))
-        if pending.given_up.is_set() or pending.prepared is None:
+            return replace(outcome, status=min(outcome.status, PlanStatus.FAILED))
+        iteration = pending.iteration
+        if pending.given_up.is_set() or iteration is None:
             return replace(outcome, status=PlanStatus.TIMED_OUT)
-        iteration = pending.prepared[0]
         try:
             result = PlanResult(
-                status=message.result_status,
-                message=message.result_message,
-                plan=from_bytes(iteration.problem.graph, message.data),
-                evaluations=message.evaluations,
+                problem=iteration.problem,
+                status=outcome.kind,
+                message=outcome.message,
+                plan_or_none=from_bytes(iteration.problem.graph, outcome.data),
+                evaluations=outcome.evaluations,
                 seed=search_seed(self._seed, pending.step),
             )
-            plan = pending.planner.adopt(iteration, result)
+            check(result.plan, iteration.problem)
+            plan = pending.planner.finish(iteration, result)
             return replace(outcome, plan=plan, ready_s=time.perf_counter())
         except Exception as error:
             return replace(outcome, status=PlanStatus.INVALID, text=_text(error))
@@ -386,17 +386,12 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _planned(
-    pending: PendingPlan, plan: IterationPlan, first: PlanResult, outcome: _Outcome, status: PlanStatus
-) -> Planned:
-    assert plan.result.timeline is not None
+def _planned(pending: PendingPlan, plan: IterationPlan, outcome: _Outcome, status: PlanStatus) -> Planned:
     return Planned(
         plan=plan,
         status=status,
         evaluations=outcome.evaluations,
         search_s=outcome.search_s,
-        makespan_s=plan.result.timeline.makespan_s,
-        first_s=first.timeline.makespan_s if first.timeline else math.nan,
         bound_s=pending.bound_s,
         age_s=time.perf_counter() - outcome.ready_s if status is PlanStatus.READY else 0.0,
     )

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from mmtrain.errors import PlanError
 from mmtrain.planner.bound import lower_bound_s
-from mmtrain.planner.plan import make_plan
 from mmtrain.planner.plan_json import PlanRow, PlanText, plan_of, read_plan_text
+from mmtrain.planner.scheduled import scheduled
 from mmtrain.schedule.action import RESULT_OF, Kind
 from mmtrain.schedule.items import Result
 from mmtrain.schedule.plan import Plan, exceeds, held_bytes
@@ -41,9 +41,9 @@ def judge(problem: PlanningProblem, text: str) -> Verdict:
     """
     claim = read_plan_text(text)
     if claim.status == "infeasible":
-        result = make_plan(problem, "interleave")
-        if result.plan is not None or claim.orders:
-            why = f"but {result.message} is one" if result.plan is not None else "but it has orders"
+        result = scheduled(problem, "interleave")
+        if result.has_plan or claim.orders:
+            why = f"but {result.message} is one" if result.has_plan else "but it has orders"
             raise PlanError(f'status = "infeasible": the file says that there is no plan, {why}')
         return Verdict(feasible=False, proven=_has_no_plan(problem))
     plan = plan_of(problem, claim)

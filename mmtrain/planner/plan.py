@@ -1,61 +1,120 @@
-"""The one entry point of planning, and its result."""
+"""The one entry point of planning: a problem and a method in, a result out.
 
-from dataclasses import dataclass
-from typing import Literal
+make_plan(problem, "1F1B")                              the plan of a schedule
+make_plan(problem, SearchOptions(budget_s=1.0))         the best plan of a search
+make_plan(problem, JobMethod(schedule, section))        the first plan of a job, which fits if any does
+make_plan(problem, JobMethod.searching(schedule, section, seed=0))    the plan that a job trains with
+"""
 
-from mmtrain.errors import PlanError, RecipeError
-from mmtrain.schedule.library.catalogue import CATALOGUE, Schedule
-from mmtrain.schedule.library.forward_only import forward_only
-from mmtrain.schedule.plan import Plan, check
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from mmtrain.config.sections import PlannerConfig
+from mmtrain.costs.noise import EXACT, Noise
+from mmtrain.errors import PlanError
+from mmtrain.planner.result import PlanResult
+from mmtrain.planner.scheduled import scheduled
+from mmtrain.planner.search.evaluate import fit_memory
+from mmtrain.planner.search.search import SearchOptions, may_bind, search, with_options_chosen
+from mmtrain.planner.search_settings import search_options
+from mmtrain.schedule.library.catalogue import Schedule
+from mmtrain.schedule.passes.offload import offload
+from mmtrain.schedule.plan import check
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.recipe.files import schedule_of
-from mmtrain.schedule.simulate import simulate
-from mmtrain.schedule.timeline import Timeline
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanResult:
-    """The result of planning: a plan with its simulated timeline, or the reason why there is none."""
+@dataclass(frozen=True)
+class JobMethod:
+    """How a job plans its iterations."""
 
-    status: Literal["optimal", "improved", "first", "infeasible"]
-    message: str
-    """One sentence for the user."""
-    expected_s: float | None = None
-    """Mean makespan over drawn seconds, by which a search chose the plan; None: it chose by the makespan."""
-    plan: Plan | None = None
-    timeline: Timeline | None = None
-    evaluations: int = 1
-    """Plans that were tried."""
-    seed: int = 0
-    """Seed of the search."""
+    schedule: str | Schedule
+    """Of parallelism.pipeline_parallel_schedule."""
+    section: PlannerConfig
+    search: SearchOptions | None = None
+    """None: no search."""
+
+    @classmethod
+    def searching(
+        cls, schedule: str | Schedule, section: PlannerConfig, *, seed: int, noise: Noise = EXACT
+    ) -> "JobMethod":
+        """With the search that the section describes. Args: seed: as `search_seed` gives it."""
+        return cls(schedule, section, search_options(section, seed=seed, threads=1, noise=noise))
 
 
-def make_plan(problem: PlanningProblem, schedule: str | Schedule) -> PlanResult:
-    """The checked plan of a schedule, simulated. An iteration without any backward gets forward_only from named ones.
+def make_plan(
+    problem: PlanningProblem,
+    method: str | Schedule | SearchOptions | JobMethod,
+    *,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> PlanResult:
+    """A checked plan, or the status "infeasible" and the reason.
 
-    If a schedule that keeps memory limits finds no plan, the result has the status "infeasible" and a message.
-
+    Args:
+        method: a schedule or its name: its order as it is. Options: the best plan of that search. That of a job: the
+            order of its schedule, or one that fits; if it searches, the plan of the search, unless it is longer.
+        cancelled: polled by a search, which ends early once it returns True.
     Raises:
         ConfigError: there is no schedule of that name, or its file cannot be used.
-        PlanError: a schedule that bounds memory by its own rule is over a limit, or a recipe gets stuck.
+        PlanError: a schedule that bounds memory by its own rule is over a limit, or a recipe gets stuck; or a search
+            has no budget. The method of a job raises neither of the first two.
+    """
+    if isinstance(method, SearchOptions):
+        return search(problem, method, cancelled=cancelled)
+    if not isinstance(method, JobMethod):
+        return scheduled(problem, method)
+    first = _first(problem, method.schedule, method.section)
+    if method.search is None or not method.section.interleave:
+        return first
+    return best_of(first, search(problem, method.search, cancelled=cancelled))
+
+
+def best_of(first: PlanResult, searched: PlanResult) -> PlanResult:
+    """The result of a search, or the first plan if the search says that its own is longer."""
+    if not first.has_plan or not searched.has_plan or searched.makespan_s <= first.makespan_s:
+        return searched
+    return replace(first, evaluations=searched.evaluations, seed=searched.seed)
+
+
+def _first(problem: PlanningProblem, schedule: str | Schedule, section: PlannerConfig) -> PlanResult:
+    """The plan of a schedule, or why there is none: the fallback of a timed-out search, and its baseline.
+
+    If a limit forbids it, activations of first chunks are offloaded, where blocks may do so, or other memory options
+    are chosen for its orders. A schedule that keeps limits gives microbatches the fastest options that fit alone, so
+    that few are in flight: where another choice of options makes it shorter, that plan is the result. If none fits and
+    the planner may change the orders, the result is the plan of `interleave`, which keeps limits: a timed-out search
+    must not end a job.
     """
     given = schedule if isinstance(schedule, Schedule) else schedule_of(schedule, problem.graph.num_ranks)
-    own = problem.graph.has_any_backward or given.plans_forward_only
+    result, may_reorder = _made(problem, given), section.enable and section.interleave
+    if given.keeps_memory_limits and may_reorder:
+        result = with_options_chosen(result, braid=section.braid)
+    elif (given.keeps_memory_limits or not result.has_plan) and may_bind(result):
+        result = min(result, _fitted(problem, given), key=lambda made: made.makespan_s)
+    if not result.has_plan and may_reorder:
+        bounded = search(problem, SearchOptions(strategy="first", braid=section.braid))
+        if bounded.has_plan:
+            result = replace(bounded, message=f"{bounded.message}, since there is no other: {result.message}")
+    return result
+
+
+def _made(problem: PlanningProblem, schedule: Schedule) -> PlanResult:
+    """The plan of a schedule, or why there is none."""
     try:
-        plan = (given.make if own else forward_only)(problem)
-        check(plan, problem)
-    except RecipeError:
-        raise
-    except PlanError as error:
-        if not own or given.keeps_memory_limits:
-            return PlanResult(status="infeasible", message=str(error))
-        if given.text:
-            raise
-        bounded = " and ".join(name for name, other in CATALOGUE.items() if other.keeps_memory_limits)
-        raise PlanError(f"schedule {given.name} does not look at memory limits ({bounded} do): {error}") from error
-    name = given.name if own else "forward_only"
-    name += ", gradients separated" if given.separates_gradients and own else ""
-    name += ", in blocks" if given.braids and problem.runs_units and own else ""
-    return PlanResult(
-        status="first", message=f"the order of schedule {name}", plan=plan, timeline=simulate(problem, plan)
-    )
+        return scheduled(problem, schedule)
+    except PlanError as error:  # of schedules that bound memory by their own rule
+        return PlanResult(problem=problem, status="infeasible", message=str(error))
+
+
+def _fitted(problem: PlanningProblem, schedule: Schedule) -> PlanResult:
+    """The orders that a schedule makes without limits, with activations offloaded or memory options that fit."""
+    unlimited = _made(replace(problem, memory_limit_bytes=(None,) * problem.graph.num_ranks), schedule)
+    if not unlimited.has_plan:
+        return replace(unlimited, problem=problem)
+    plan, how = offload(unlimited.plan, problem), "activations of first chunks offloaded"
+    if plan is None:
+        plan, how = fit_memory(problem, unlimited.plan), "memory options chosen for it"
+    if plan is None:
+        return PlanResult(problem=problem, status="infeasible", message="no memory options fit")
+    check(plan, problem)
+    return replace(unlimited, problem=problem, message=f"{unlimited.message}, with {how}", plan_or_none=plan)

@@ -8,7 +8,7 @@ from typing import Any
 
 from mmtrain.errors import PlanError
 from mmtrain.planner.bound import lower_bound_s
-from mmtrain.planner.plan import PlanResult
+from mmtrain.planner.result import PlanResult
 from mmtrain.schedule.action import Action, Braid, Kind
 from mmtrain.schedule.graph import WorkGraph
 from mmtrain.schedule.io.strict_json import amount, fields, integer, items, loads, string
@@ -67,20 +67,15 @@ class PlanText:
     orders: tuple[tuple[PlanRow, ...], ...]
 
 
-def plan_to_json(
-    problem: PlanningProblem,
-    result: PlanResult,
-    *,
-    search_s: float = 0.0,
-) -> str:
+def plan_to_json(result: PlanResult, *, search_s: float = 0.0) -> str:
     """The result as JSON text of version 1, with one line for each rank; times in seconds, memory in bytes.
 
     Args: search_s: seconds that planning took, measured by the caller; planning itself reads no clock.
     """
-    bound = lower_bound_s(problem)
+    bound = lower_bound_s(result.problem)
     orders: list[list[dict[str, Any]]] = []
-    if result.plan and result.timeline:
-        for rank in range(problem.graph.num_ranks):
+    if result.has_plan:
+        for rank in range(result.problem.graph.num_ranks):
             orders.append(
                 [
                     {**_parts(result.plan, row.action), "start_s": row.start_s, "end_s": row.end_s}
@@ -91,12 +86,12 @@ def plan_to_json(
         "version": VERSION,
         "status": result.status,
         "message": result.message,
-        "makespan_s": result.timeline.makespan_s if result.timeline else 0.0,
+        "makespan_s": result.makespan_s if result.has_plan else 0.0,
         "lower_bound_s": bound,
         "search_s": search_s,
         "evaluations": result.evaluations,
         "seed": result.seed,
-        "peak_bytes": list(result.timeline.peak_bytes) if result.timeline else [],
+        "peak_bytes": list(result.timeline.peak_bytes) if result.has_plan else [],
     }
     lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
     body = ",\n".join("  " + json.dumps(order) for order in orders)

@@ -21,7 +21,7 @@ from mmtrain.errors import ConfigError, DataError, PlanError, one_line
 from mmtrain.modality.metadata import ClipMeta, DocumentMeta, IterationMeta, MicrobatchMeta
 from mmtrain.modality.split import split_evenly
 from mmtrain.planner.assignment.sample_costs import PricedSample, SampleCosts, SamplePricer, times
-from mmtrain.planner.plan_choice import PLANNED
+from mmtrain.planner.search_settings import PLANNED
 from mmtrain.simulator.job import check_degrees
 from mmtrain.simulator.stable_batch import LARGEST, Floats, StableBatch, proportional, stable_batch
 from mmtrain.simulator.study import with_schedule

@@ -1,4 +1,4 @@
-"""What a job fixes once: its model, partition, costs and the planner of its iterations. Pure."""
+"""A job from its config: its model, costs and schedule, and the partition that is chosen for them. Pure."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ from mmtrain.costs.cost_model import CostModel
 from mmtrain.costs.job_costs import cost_model
 from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.batching import SubMicrobatch
-from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.job import Job
 from mmtrain.planner.job_schedule import job_schedule
 from mmtrain.planner.memory.limit import MemoryRule
 from mmtrain.planner.memory.options import MemoryChoices
@@ -23,8 +23,8 @@ Choose = Callable[[Config, ModelSpec, CostModel, SubMicrobatch], Choice]
 """How a job's partition is chosen; arguments as of `choose_partition`."""
 
 
-def job_planner(config: Config, choose: Choose = choose_partition) -> IterationPlanner:
-    """The planner of a job.
+def make_job(config: Config, choose: Choose = choose_partition) -> Job:
+    """The job of a config.
 
     With planner.memory_limit and a device of known memory, activations may take what the limit leaves for them.
     The memory that a process takes in addition to tensors is not known yet and counts as 0 bytes.
@@ -40,7 +40,7 @@ def job_planner(config: Config, choose: Choose = choose_partition) -> IterationP
     choice = choose(config, spec, costs, sub_microbatch)
     budget = MemoryRule.of(config).budget(spec, choice.partition)
     budget.check()
-    return IterationPlanner(
+    return Job(
         spec=spec,
         partition=choice.partition,
         section=config.planner,

@@ -15,9 +15,9 @@ from mmtrain.config.sections import CheckpointConfig, MetricsConfig, Parallelism
 from mmtrain.modality.catalogue import division_of
 from mmtrain.modality.small_data import most_image_tokens, small_data
 from mmtrain.modality.submesh import Submesh
-from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.job import Job
 from mmtrain.planner.partition.partition import Partition
-from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.job import make_job
 from mmtrain.spec.small import narrow_model
 
 MOST_RANKS = 8
@@ -50,9 +50,9 @@ def shrink(config: Config, *, seq_len: int = SEQ_LEN) -> Shrunk:
     Raises: ConfigError: the model's configs cannot be read, or the real model cannot be cut or divided so.
     """
     parallelism, notes = _fewer_ranks(config.parallelism)
-    planner = job_planner(config)  # it also refuses degrees that do not divide the real model
+    job = make_job(config)  # it also refuses degrees that do not divide the real model
     small_layout = replace(config, parallelism=parallelism)
-    model = _model(small_layout, planner)
+    model = _model(small_layout, job)
     dp = parallelism.mesh_shape.dp
     per_replica = config.training.global_batch_size // config.parallelism.mesh_shape.dp
     training = replace(
@@ -67,7 +67,7 @@ def shrink(config: Config, *, seq_len: int = SEQ_LEN) -> Shrunk:
         data=small_data(config.data, model),
         training=training,
         parallelism=replace(parallelism, context_parallel_block_size=min(parallelism.context_parallel_block_size, 32)),
-        planner=_planner(config.planner, planner.partition),
+        planner=_planner(config.planner, job.partition),
         assignment=replace(config.assignment, samples_per_step=0),  # as many as fit into the small microbatches
         validation=ValidationConfig(),
         checkpoint=CheckpointConfig(enable=False),
@@ -88,9 +88,9 @@ def _fewer_ranks(section: ParallelismConfig) -> tuple[ParallelismConfig, tuple[s
     return section, tuple(notes)
 
 
-def _model(config: Config, planner: IterationPlanner) -> ModelConfig:
-    """Args: config: the real model on the small job's ranks. planner: of the real job."""
-    partition, modules, submesh = planner.partition, planner.spec.modules, Submesh.of(config)
+def _model(config: Config, job: Job) -> ModelConfig:
+    """Args: config: the real model on the small job's ranks. job: the real one."""
+    partition, modules, submesh = job.partition, job.spec.modules, Submesh.of(config)
     num_ranks = config.parallelism.pipeline_parallel_degree
     if partition.passes:  # of a chain of all modules the language model's K counts passes
         segments = {**dict.fromkeys((m.name for m in modules), 0), partition.text: partition.passes}

@@ -16,7 +16,7 @@ from mmtrain.modality.metadata import IterationMeta
 from mmtrain.modality.typical import Bins
 from mmtrain.planner.assignment.step_assigner import StepAssigner
 from mmtrain.planner.memory.limit import MemoryBudget, MemoryRule
-from mmtrain.planner.plan_choice import PLANNED
+from mmtrain.planner.search_settings import PLANNED
 from mmtrain.schedule.library.names import check_name
 from mmtrain.schedule.recipe.files import schedule_of
 from mmtrain.schedule.timeline import Timeline
@@ -236,12 +236,12 @@ def _answer(
 ) -> Answer:
     searches = schedule == PLANNED
     simulator = IterationSimulator.of(job, machine.network, searches=searches, peak_flops=machine.peak_flops)
-    budget = MemoryRule.of(job).budget(simulator.planner.spec, simulator.planner.partition)
+    budget = MemoryRule.of(job).budget(simulator.job.spec, simulator.job.partition)
     limited = budget if budget.limited else None
     steps: list[SimulatedIteration] = []
     first: Timeline | None = None
     as_simulated = replace(job, planner=replace(job.planner, enable=searches))
-    assigner = StepAssigner.of(as_simulated, simulator.planner) if job.assignment.policy != "none" else None
+    assigner = StepAssigner.of(as_simulated, simulator.job) if job.assignment.policy != "none" else None
     for metas in batches:
         metas = metas if assigner is None else assigner.reassigned(metas)
         try:

@@ -16,16 +16,16 @@ from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.modality.submesh import Submesh
 from mmtrain.modality.typical import Bins
 from mmtrain.planner.batching import Batching, SubMicrobatch, make_batching
-from mmtrain.planner.first_plan import first_plan
 from mmtrain.planner.job_schedule import job_schedule
 from mmtrain.planner.memory.limit import MemoryRule
 from mmtrain.planner.memory.options import MemoryChoices
 from mmtrain.planner.partition.partition import Partition
-from mmtrain.planner.plan import make_plan
-from mmtrain.planner.plan_choice import search_options
+from mmtrain.planner.plan import JobMethod, make_plan
 from mmtrain.planner.problem import make_problem
+from mmtrain.planner.result import PlanResult
 from mmtrain.planner.search.numba_start import HAS_NUMBA
-from mmtrain.planner.search.search import SearchOptions, search, shortest_s, with_options_chosen
+from mmtrain.planner.search.search import SearchOptions, shortest_s
+from mmtrain.planner.search_settings import search_options
 from mmtrain.schedule.library.catalogue import Schedule
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.timeline import Timeline
@@ -213,30 +213,28 @@ class TypicalIterations:
         if problem is None:
             return None
         if not self._searches:
-            return first_plan(problem, self.schedule, self.section).timeline
-        if not self.is_short:
-            return search(problem, self._options).timeline
-        plans = self._listed(problem)
-        name = min(plans, key=lambda name: plans[name].makespan_s, default="")
-        falling = self._problem(partition, self.reordered[index], within) if name and self.reordered else None
-        again = self._named(falling, name) if falling else None
-        return again if again and again.makespan_s < plans[name].makespan_s else plans.get(name)
+            result = make_plan(problem, JobMethod(self.schedule, self.section))
+        elif not self.is_short:
+            result = make_plan(problem, self._options)
+        else:
+            result, method = self._listed(problem)
+            falling = self._problem(partition, self.reordered[index], within) if self.reordered else None
+            if result.has_plan and falling:
+                result = min(result, make_plan(falling, method), key=lambda made: made.makespan_s)
+        return result.timeline if result.has_plan else None
 
-    def _listed(self, problem: PlanningProblem) -> dict[str, Timeline]:
-        """List schedule -> its timeline.
+    def _listed(self, problem: PlanningProblem) -> tuple[PlanResult, str | SearchOptions]:
+        """The best plan of list schedules, and its method.
 
         `ZB-AutoSchedule` is close to what a search finds, unless memory is scarce: it then runs microbatches one after
         another, and `interleave` with options chosen is closer.
         """
         splits = self.section.split_backward and _has_search(self.section)
         limited = any(limit is not None for limit in problem.memory_limit_bytes)
-        names = ["ZB-AutoSchedule"] * splits + ["interleave"] * (not splits or limited)
-        timelines = {name: self._named(problem, name) for name in (names[-1:] if self.is_quick else names)}
-        return {name: timeline for name, timeline in timelines.items() if timeline is not None}
-
-    def _named(self, problem: PlanningProblem, name: str) -> Timeline | None:
-        made = make_plan(problem, name)
-        return (with_options_chosen(problem, made) if name == "interleave" else made).timeline
+        interleave = SearchOptions(strategy="first")  # with options chosen
+        methods = ["ZB-AutoSchedule"] * splits + [interleave] * (not splits or limited)
+        results = [(make_plan(problem, how), how) for how in (methods[-1:] if self.is_quick else methods)]
+        return min(results, key=lambda made: made[0].makespan_s)
 
     def _problem(self, partition: Partition, batching: Batching, within: MemoryRule | None) -> PlanningProblem | None:
         """The planning problem of an iteration; None: parameters and gradients, or one block, exceed the limit."""

@@ -18,17 +18,20 @@ from mmtrain.errors import ConfigError, PlanError
 from mmtrain.modality.metadata import IterationMeta, without_deferral
 from mmtrain.planner.batching import Batching
 from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.job import Job
+from mmtrain.planner.memory.limit import too_tight
 from mmtrain.planner.memory.options import MemoryChoices
 from mmtrain.planner.memory.rank_state import RankState, Sharding
-from mmtrain.planner.plan import make_plan
-from mmtrain.planner.plan_choice import search_seed, searched_plan
+from mmtrain.planner.plan import JobMethod, make_plan
+from mmtrain.planner.search_settings import search_seed
 from mmtrain.schedule.action import Kind
+from mmtrain.schedule.library.catalogue import Schedule
 from mmtrain.schedule.plan import Plan, entry_costs
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import makespan_without_transfers_s
 from mmtrain.schedule.timeline import Timeline
 from mmtrain.simulator.breakdown import Breakdown, Part, Parts, computing
-from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.job import make_job
 from mmtrain.simulator.partition_choice import choose_partition
 from mmtrain.simulator.replicated import held_partition, replicated_choice, rerun
 
@@ -76,7 +79,7 @@ class SimulatedIteration:
 class IterationSimulator:
     """Simulates iterations of one job under one schedule."""
 
-    planner: IterationPlanner
+    job: Job
     states: tuple[RankState, ...]
     """[pp_rank]"""
     gather_s: tuple[tuple[float, ...], ...]
@@ -96,13 +99,13 @@ class IterationSimulator:
     ) -> "IterationSimulator":
         """The simulator of a job. Raises: ConfigError: a model that cannot be built, cut or divided."""
         replicated, sharding = config.planner.placement == "replicated", Sharding.of(config)
-        planner = job_planner(config, replicated_choice if replicated else choose_partition)
-        spec, parts = planner.spec, planner.partition
+        job = make_job(config, replicated_choice if replicated else choose_partition)
+        spec, parts = job.spec, job.partition
         ranks = range(parts.num_ranks)
         held = [held_partition(parts, rank) if replicated else parts for rank in ranks]
         states = tuple(sharding.rank_state(spec, held[rank], rank) for rank in ranks)
         return cls(
-            planner=planner,
+            job=job,
             replicated=replicated,
             states=states,
             gather_s=tuple(tuple(sharding.gather_s(network, s, rank) for s in states[rank].stages) for rank in ranks),
@@ -124,30 +127,24 @@ class IterationSimulator:
             PlanError: no plan fits into the memory limit.
             ConfigError: layers take less time than their FLOPs at the peak rate.
         """
-        timelines, flops, activations = [], [], [0.0] * len(self.states)
+        job, timelines, flops, activations = self.job, [], [], [0.0] * len(self.states)
         parts: list[dict[Parts, float]] = []
         num_deferred = 0
         for replica, meta in enumerate(metas):
-            batching, problem = self._problem(self.planner, meta)
-            if self.searches:
-                chosen = search_seed(seed, step, replica)
-                planner = self.planner
-                noise = planner.costs.noise
-                result = searched_plan(problem, planner.schedule, planner.section, seed=chosen, noise=noise)
-            else:
-                result = make_plan(problem, self.planner.schedule)
-            if result.timeline is None or result.plan is None:
-                raise PlanError(self.planner.too_tight(problem) or result.message)
+            batching, problem = self._problem(job, meta)
+            result = make_plan(problem, self._method(search_seed(seed, step, replica)))
+            if not result.has_plan:
+                raise PlanError(too_tight(problem, job.section) or result.message)
             num_deferred += without_deferral(meta, batching.not_deferred).num_deferred
             timelines.append(result.timeline)
-            flops.append(sum(module_flops.total for module_flops in self.planner.flops(batching).values()))
+            flops.append(sum(module_flops.total for module_flops in job.flops(batching).values()))
             activations = [max(of_rank) for of_rank in zip(activations, result.timeline.peak_bytes, strict=True)]
             parts.append(self._parts(meta, problem, result.plan, result.timeline, flops[-1]))
         slowest = max(timelines, key=lambda timeline: timeline.makespan_s)
         gather = max(self._gather_delay_s(timeline) for timeline in timelines)
         ends = [max(of_replicas) for of_replicas in zip(*map(_ends_s, timelines), strict=True)]
         reduced = max(end + reduce for end, reduce in zip(ends, self.reduce_s, strict=True))
-        optimizer = max(self.planner.costs.step_s(round(state.updated_params)) for state in self.states)
+        optimizer = max(job.costs.step_s(round(state.updated_params)) for state in self.states)
         iteration_s, ranks = gather + reduced + optimizer, len(self.states)
         seconds = {key: sum(of_replica[key] for of_replica in parts) / len(parts) for key in parts[0]}
         seconds[Part.BUBBLE,] = ranks * slowest.makespan_s - sum(seconds.values())
@@ -176,7 +173,7 @@ class IterationSimulator:
         self, meta: IterationMeta, problem: PlanningProblem, plan: Plan, timeline: Timeline, flops: float
     ) -> dict[Parts, float]:
         """Rank-seconds of one replica's actions, and of waiting for its messages. Args: flops: of the replica."""
-        kept_s = self._compute_s(meta, self.planner.costs)
+        kept_s = self._compute_s(meta, self.job.costs)
         free = self._costs_without_exchanges
         free_s = None if free is None else self._compute_s(meta, free)
         entries = [entry for rank in entry_costs(plan, problem) for entry in rank]
@@ -184,7 +181,7 @@ class IterationSimulator:
         copying_s = sum(entry.copying_s for entry in entries)
         peak = self.peak_flops
         known = {
-            Part.MODEL_FLOPS: None if peak is None else flops / (peak * self.planner.submesh.size),
+            Part.MODEL_FLOPS: None if peak is None else flops / (peak * self.job.submesh.size),
             Part.RECOMPUTATION: _compute_s(problem, plan.options) - kept_s + copying_s,
             Part.EXCHANGES: None if free_s is None else kept_s - free_s + exposed_s,
         }
@@ -201,16 +198,23 @@ class IterationSimulator:
 
     @cached_property
     def _costs_without_exchanges(self) -> CostModel | None:
-        return self.planner.costs.without_exchanges()
+        return self.job.costs.without_exchanges()
 
     def _compute_s(self, meta: IterationMeta, costs: CostModel) -> float:
         """Rank-seconds of all actions if no block recomputed or offloaded anything."""
-        planner = replace(self.planner, costs=costs, memory=MemoryChoices())
-        return _compute_s(self._problem(planner, meta)[1], {})
+        job = replace(self.job, costs=costs, memory=MemoryChoices())
+        return _compute_s(self._problem(job, meta)[1], {})
 
-    def _problem(self, planner: IterationPlanner, meta: IterationMeta) -> tuple[Batching, PlanningProblem]:
+    def _method(self, seed: int) -> Schedule | JobMethod:
+        """How an iteration is planned. Args: seed: of a search."""
+        job = self.job
+        if not self.searches:
+            return job.schedule
+        return JobMethod.searching(job.schedule, job.section, seed=seed, noise=job.costs.noise)
+
+    def _problem(self, job: Job, meta: IterationMeta) -> tuple[Batching, PlanningProblem]:
         """The works of an iteration, and their planning problem."""
-        batching, problem = planner.problem(meta, searched=self.searches)
+        batching, problem = IterationPlanner(job).problem(meta, searched=self.searches)
         return batching, rerun(problem) if self.replicated else problem
 
     def _gather_delay_s(self, timeline: Timeline) -> float:

@@ -12,7 +12,7 @@ from tests.schedule.problems import two_modules
 def files(tmp_path):
     problem, plan = tmp_path / "problem.json", tmp_path / "plan.json"
     two_modules(2, [1, 0, 2]).write(problem)
-    plan.write_text(plan_to_json(two_modules(2, [1, 0, 2]), make_plan(two_modules(2, [1, 0, 2]), "interleave")))
+    plan.write_text(plan_to_json(make_plan(two_modules(2, [1, 0, 2]), "interleave")))
     return problem, plan
 
 
@@ -43,12 +43,12 @@ def test_a_plan_that_is_no_json_is_wrong_too(files, capsys) -> None:
 def test_a_problem_without_a_plan(files, capsys, tmp_path) -> None:
     problem = two_modules(2, [1], memory_limit_bytes=[1.0, 9.0])
     problem.write(files[0])
-    files[1].write_text(plan_to_json(problem, make_plan(problem, "interleave")))
+    files[1].write_text(plan_to_json(make_plan(problem, "interleave")))
     assert main(["check", *map(str, files)]) == 0
     assert "not proven, but no schedule found another: there is no plan" in capsys.readouterr().out
     problem = two_modules(2, [1], memory_limit_bytes=[0.5, 9.0])  # not even one stage fits
     problem.write(files[0])
-    files[1].write_text(plan_to_json(problem, make_plan(problem, "interleave")))
+    files[1].write_text(plan_to_json(make_plan(problem, "interleave")))
     assert main(["check", *map(str, files)]) == 0
     assert "right: the problem has no plan" in capsys.readouterr().out
 

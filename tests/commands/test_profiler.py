@@ -11,7 +11,8 @@ from mmtrain.config import config as config_module
 from mmtrain.costs.profile.profile import HELD, TIMES, Profile, role
 from mmtrain.costs.sub_microbatch import smallest_efficient
 from mmtrain.modality.probes import mixed_iteration, probing_iteration
-from mmtrain.simulator.job import job_planner
+from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.simulator.job import make_job
 from mmtrain.spec.builders import model_spec
 from tests.jobs import write_config, write_sound_config, write_video_config
 from tests.ranks import run_ranks, warm_ranks
@@ -86,17 +87,17 @@ def test_the_rule_reads_the_measured_curve(measured):
 def test_a_job_is_simulated_with_its_profile(measured):
     job, out, _ = measured
     config = config_module.load(job, [*PP2, f'--planner.profile="{out}"'])
-    planner = job_planner(config)
+    planner = IterationPlanner(make_job(config))
     timeline = planner.plan(probing_iteration(config)).result.timeline
     assert 0 < timeline.makespan_s < 60
-    assert planner.costs.step_s(10_000) >= 0
+    assert planner.job.costs.step_s(10_000) >= 0
 
 
 def test_fitted_efficiencies_are_a_hardware_profile(measured):
     job, out, text = measured
     mine = out.parent / "mine.toml"
     config = config_module.load(job, [*PP2, f'--planner.hardware="{mine}"'])
-    planner = job_planner(config)
+    planner = IterationPlanner(make_job(config))
     assert planner.plan(probing_iteration(config)).result.timeline.makespan_s > 0
     before, after = re.search(r"mean error of a layer (\d+) %; with the factors a below ([\d.]+) %", text).groups()
     assert float(after) <= float(before) + 1
@@ -108,7 +109,7 @@ def test_each_of_several_encoders_is_measured_and_planned_with(tmp_path: Path, c
     with warm_ranks():
         assert main(["profile", "--config", str(job), "--out", str(out), "--rounds", "1", "--steps", "1", *words]) == 0
     profile, config = Profile.read(out), config_module.load(job, [*words, f'--planner.profile="{out}"'])
-    planner = job_planner(config)
+    planner = IterationPlanner(make_job(config))
     sound = [layer for layer in profile.layers if layer.module == "audio"]
     assert [layer.role for layer in sound] == ["embed", "blocks", "norm", "projector"]
     for layer in sound[1:]:
@@ -118,7 +119,7 @@ def test_each_of_several_encoders_is_measured_and_planned_with(tmp_path: Path, c
     meta = mixed_iteration(config, 1)
     batching, problem = planner.problem(meta)
     work = next(w for w in range(len(batching.works)) if batching.module_of(w) == "audio")
-    size, module = batching.sizes[work], planner.spec.module("audio")
+    size, module = batching.sizes[work], planner.job.spec.module("audio")
     expected = sum(profile.layer("audio", layer).at("forward", size) for layer in module.layers)
     (stage,) = problem.graph.stages(work)
     assert problem.options(stage, work)[0].forward_s == pytest.approx(expected + profile.overheads.forward_s)
@@ -137,7 +138,7 @@ def test_ranks_that_share_works_are_measured_together(tmp_path: Path, capsys):
     for name in ("vision embed", "vision blocks", "vision projector", "language layers", "language head"):
         assert ratios[name] == pytest.approx(1, abs=0.1), name
     config = config_module.load(job, [*words, f'--planner.profile="{out}"'])
-    planner = job_planner(config)
+    planner = IterationPlanner(make_job(config))
     assert planner.plan(probing_iteration(config)).result.timeline.makespan_s > 0
 
 
@@ -200,7 +201,7 @@ def test_a_text_to_video_job_is_measured_and_planned_with(tmp_path: Path, capsys
     assert "backward" not in profile.layers[1].points, "a frozen text encoder has no backward"
     assert [number for number, _ in profile.curve.seconds] == [1, 2]
     assert "model.dit.sub_microbatch_size = " in text
-    planner = job_planner(config)
+    planner = IterationPlanner(make_job(config))
     assert 0 < planner.plan(probing_iteration(config)).result.timeline.makespan_s < 60
 
 

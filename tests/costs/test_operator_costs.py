@@ -17,9 +17,10 @@ from mmtrain.costs.operators.latency import Latencies
 from mmtrain.costs.overheads import NO_OVERHEADS
 from mmtrain.errors import ConfigError
 from mmtrain.modality.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
+from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.problem import PlanningProblem
-from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.job import make_job
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.recomputation import Recomputation
 from mmtrain.spec.spec import ModuleSpec, WorkSize, clips_work, documents_work, frames_work, images_work
@@ -77,9 +78,9 @@ def test_each_encoder_has_the_products_of_its_own_projector() -> None:
 
 
 def test_an_iteration_is_planned_with_them() -> None:
-    planner = job_planner(job("vlm_m"))
-    assert isinstance(planner.costs, OperatorCosts)
-    assert isinstance(job_planner(job("vlm_m", "planner.hardware=")).costs, FlopsCosts)
+    made = make_job(job("vlm_m"))
+    assert isinstance(made.costs, OperatorCosts)
+    assert isinstance(make_job(job("vlm_m", "planner.hardware=")).costs, FlopsCosts)
 
 
 def test_equal_blocks_are_simulated_once() -> None:
@@ -231,7 +232,7 @@ def _problem_of(made: Config) -> PlanningProblem:
     image = ImageMeta(sample=0, index=0, grid=(1, 52, 52), num_tokens=169)
     document = DocumentMeta(sample=0, num_tokens=8192, num_targets=4096, images=(image,))
     batch = IterationMeta(microbatches=(MicrobatchMeta(documents=(document,)),) * 4)
-    return job_planner(made).problem(batch, searched=True)[1]
+    return IterationPlanner(make_job(made)).problem(batch, searched=True)[1]
 
 
 def test_ranks_of_a_submesh_share_the_work() -> None:

@@ -13,8 +13,8 @@ from mmtrain.config.config import Config
 from mmtrain.data.loader import Loader, Step
 from mmtrain.errors import DataError
 from mmtrain.planner.assignment.step_assigner import StepAssigner
-from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.simulator.job import job_planner
+from mmtrain.planner.job import Job
+from mmtrain.simulator.job import make_job
 from tests.data.samples import text_row, write_jsonl
 
 
@@ -33,14 +33,14 @@ def job(source: Path | str, dp: int = 1, *, seq_len: int = 256, **assignment: An
 
 
 @functools.cache
-def planner_of(seq_len: int) -> IterationPlanner:
-    """The planner of `job`, whatever it reads."""
-    return job_planner(job("unused", seq_len=seq_len))
+def made_of(seq_len: int) -> Job:
+    """The job of `job`, whatever it reads."""
+    return make_job(job("unused", seq_len=seq_len))
 
 
 def loaded(job: Config, num: int, **options: Any) -> list[list[Step]]:
     """[replica][step]"""
-    assigner = StepAssigner.of(job, planner_of(job.training.seq_len))
+    assigner = StepAssigner.of(job, made_of(job.training.seq_len))
     degree = job.parallelism.mesh_shape.dp
     replicas = []
     for rank in range(degree):

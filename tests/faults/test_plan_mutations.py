@@ -92,7 +92,7 @@ def test_plans(tmp_path: Path) -> None:
     for number, problem in enumerate(PROBLEMS):
         problem.write(tmp_path / f"problem_{number}.json")
         for schedule in ("interleave", "ZB-AutoSchedule"):
-            pairs.append((f"{tmp_path}/problem_{number}.json", plan_to_json(problem, make_plan(problem, schedule))))
+            pairs.append((f"{tmp_path}/problem_{number}.json", plan_to_json(make_plan(problem, schedule))))
     commands = []
     for number in range(NUM_PLANS):
         problem_path, text = rng.choice(pairs)

@@ -15,7 +15,7 @@ from mmtrain.models.pretrained import load_pretrained
 from mmtrain.models.reference import ReferenceModel
 from mmtrain.models.spectrogram import row_patches, spectrogram_of
 from mmtrain.models.whole_reference import WholeModel
-from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.job import make_job
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.modules import whole_kind
 from mmtrain.spec.shapes import language_shape
@@ -234,10 +234,10 @@ def test_the_job_of_the_real_sizes_is_cut(tmp_path):
     values = {"model_type": "qwen2_audio", "text_config": text, "audio_config": audio, "audio_token_index": 151646}
     (tmp_path / "config.json").write_text(json.dumps(values))
     job = config.load("qwen2_audio_7b.toml", [f"model.pretrained={tmp_path}", "planner.memory_limit=72GiB"])
-    planner = job_planner(job)
+    made = make_job(job)
     assert whole_kind(job.model) == "qwen2_audio"
-    assert planner.spec.num_params == pytest.approx(8.4e9, rel=2e-3), "as its card says"
-    audio, norm = planner.spec.module("audio"), planner.spec.module("audio").layers[-2]
+    assert made.spec.num_params == pytest.approx(8.4e9, rel=2e-3), "as its card says"
+    audio, norm = made.spec.module("audio"), made.spec.module("audio").layers[-2]
     ten, half = (images_work(audio, [(1, 1, rows)] * n) for rows, n in ((150, 10), (1500, 1)))
     assert (ten.outputs, ten.rows, ten.pairs) == (half.outputs, half.rows, half.pairs // 10)
     assert audio.output_shape(len(audio.layers) - 2, ten) == (750, 1280) and norm.name == "norm"

@@ -14,7 +14,7 @@ from mmtrain.models.initialise import init_weights
 from mmtrain.models.pretrained import load_pretrained
 from mmtrain.models.reference import ReferenceModel
 from mmtrain.models.whole_reference import WholeModel
-from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.job import make_job
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.modules import whole_kind
 from mmtrain.spec.shapes import language_shape
@@ -265,8 +265,8 @@ def test_the_job_of_the_real_sizes_is_cut(tmp_path):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
     sources = [f"model.pretrained={tmp_path}", f"data.image_processor={tmp_path}"]
     job = config.load("qwen3_vl_8b.toml", [*sources, "planner.memory_limit=72GiB"])
-    planner = job_planner(job)
+    made = make_job(job)
     assert whole_kind(job.model) == "qwen3_vl"
-    assert planner.spec.num_params == pytest.approx(8.77e9, rel=1e-3), "as its card says"
-    assert planner.spec.module("vision").carried == (*[0] * 9, *[1] * 8, *[2] * 8, *[3] * 3, 0)
-    assert {stage.pp_rank for stage in planner.partition.stages if stage.module == "vision"} == {0, 1, 2, 3}
+    assert made.spec.num_params == pytest.approx(8.77e9, rel=1e-3), "as its card says"
+    assert made.spec.module("vision").carried == (*[0] * 9, *[1] * 8, *[2] * 8, *[3] * 3, 0)
+    assert {stage.pp_rank for stage in made.partition.stages if stage.module == "vision"} == {0, 1, 2, 3}

@@ -6,6 +6,7 @@ from mmtrain.modality.typical import reference_sizes
 from mmtrain.models.batch import IGNORE_INDEX
 from mmtrain.observe.by_source import SourceTotals, source_sums, source_totals
 from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.job import Job
 from mmtrain.planner.partition.partition import partition
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.spec.builders import model_spec
@@ -30,13 +31,15 @@ def test_each_position_belongs_to_the_source_of_its_document():
     meta = IterationMeta(microbatches=tuple(MicrobatchMeta(documents=tuple(parts)) for parts in documents))
     spec = model_spec(model_config(None))
     planner = IterationPlanner(
-        spec=spec,
-        partition=partition(spec, 1, {"language": 1}, reference_sizes(spec, 64)),
-        section=PLANNER,
-        costs=FlopsCosts.of(PLANNER),
-        schedule=CATALOGUE["1F1B"],
-        sub_microbatch_size=0,
-        sharded=False,
+        Job(
+            spec=spec,
+            partition=partition(spec, 1, {"language": 1}, reference_sizes(spec, 64)),
+            section=PLANNER,
+            costs=FlopsCosts.of(PLANNER),
+            schedule=CATALOGUE["1F1B"],
+            sub_microbatch_size=0,
+            sharded=False,
+        )
     )
     labels = [torch.full((8,), IGNORE_INDEX), torch.full((4,), IGNORE_INDEX)]
     labels[0][[1, 2, 5]] = labels[1][0] = 7

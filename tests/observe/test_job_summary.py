@@ -13,7 +13,7 @@ from mmtrain.observe.job_summary import FEW_CLIPS, few_clips, start_lines
 from mmtrain.observe.log_file import setup_logging
 from mmtrain.observe.reporter import Reporter
 from mmtrain.observe.validation import Validation
-from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.job import make_job
 from tests.observe.test_metrics import PLANNER, step_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,7 +24,7 @@ LLAMA = "{model_type='llama', hidden_size=64, num_hidden_layers=2, num_attention
 
 def lines(name: str, *overrides: str, device: str = "cpu") -> list[str]:
     job = config.load(name, overrides)
-    return start_lines(job, job_planner(job), device=device, threads=1, cut_s=0.0)
+    return start_lines(job, make_job(job), device=device, threads=1, cut_s=0.0)
 
 
 def test_the_models_that_run_are_named_whatever_the_base_says():

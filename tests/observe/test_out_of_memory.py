@@ -17,8 +17,9 @@ from mmtrain.observe.out_of_memory import (
     live_tensors,
     requested_bytes,
 )
+from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.memory.limit import MemoryRule
-from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.job import make_job
 from mmtrain.simulator.workloads import draw
 
 GIB = 2**30
@@ -50,7 +51,7 @@ def test_other_errors_are_not():
 def context(folder: Path, *overrides: str, measured: float | None = 1.0 * GIB) -> OutOfMemoryContext:
     """The first step of the debug job, on its second rank."""
     job = config.load("debug_vlm.toml", [f"job.dump_folder={folder}", *overrides])
-    planner = job_planner(job)
+    planner = IterationPlanner(make_job(job))
     meta = draw("mix", Bins.of(job, 112), seed=0, iteration=0)
     return OutOfMemoryContext(
         config=job,
@@ -60,7 +61,7 @@ def context(folder: Path, *overrides: str, measured: float | None = 1.0 * GIB) -
         device=torch.device("cpu"),
         meta=meta,
         plan=planner.plan(meta),
-        budget=MemoryRule.of(job).budget(planner.spec, planner.partition, 0.25 * GIB),
+        budget=MemoryRule.of(job).budget(planner.job.spec, planner.job.partition, 0.25 * GIB),
         measured_bytes=measured,
     )
 

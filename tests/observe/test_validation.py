@@ -10,6 +10,7 @@ from mmtrain.modality.typical import reference_sizes
 from mmtrain.models.batch import IGNORE_INDEX
 from mmtrain.observe.validation import count_answers
 from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.job import Job
 from mmtrain.planner.partition.partition import partition
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.spec.builders import model_spec
@@ -33,13 +34,15 @@ def test_an_answer_is_right_if_all_of_its_tokens_are():
     spec = model_spec(model_config(None))
     parts = partition(spec, 1, {"language": 1}, reference_sizes(spec, 64))
     planner = IterationPlanner(
-        spec=spec,
-        partition=parts,
-        section=PLANNER,
-        costs=FlopsCosts.of(PLANNER),
-        schedule=CATALOGUE["1F1B"],
-        sub_microbatch_size=0,
-        sharded=False,
+        Job(
+            spec=spec,
+            partition=parts,
+            section=PLANNER,
+            costs=FlopsCosts.of(PLANNER),
+            schedule=CATALOGUE["1F1B"],
+            sub_microbatch_size=0,
+            sharded=False,
+        )
     )
     plan = planner.plan(meta, forward_only=True)
     labels = torch.full((12,), IGNORE_INDEX)

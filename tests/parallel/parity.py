@@ -27,6 +27,7 @@ from mmtrain.parallel.replica_data import ReplicaData
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.parallel.tensor import finish_gradients
 from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.job import Job
 from mmtrain.planner.memory.options import MemoryChoices
 from mmtrain.planner.partition.partition import partition
 from mmtrain.planner.search.search import SearchOptions, search
@@ -227,13 +228,13 @@ def run_case(mesh, case, submesh, parts):
     whole = {}
     for run in case.runs:
         schedule, size, *delay = run
-        planner = IterationPlanner(
+        planner = IterationPlanner(Job(
             spec=spec, partition=parts, section=PLANNER,
             costs=FlopsCosts.of(PLANNER, shares=submesh.size), schedule=SCHEDULES[schedule], sub_microbatch_size=size,
             sharded=uses_fsdp(mesh.shape, case.training, data_encoder=submesh.data_encoder),
             regathered=case.regathered, submesh=submesh, check_plans=True,
             memory=MemoryChoices(section=case.recompute),
-        )  # fmt: skip
+        ))  # fmt: skip
         if delay and (schedule, size) not in whole:
             run_step(mesh, parts, planner, model, local, runtime, batches)
             whole[schedule, size] = take_gradients(local)
@@ -283,12 +284,12 @@ def run_step(
 ):
     batch, meta = batches[mesh.dp_rank]
     item = ReplicaData(
-        Config(model=model, data=DataConfig(source="nowhere"), training=TRAINING), mesh, planner.spec, parts
+        Config(model=model, data=DataConfig(source="nowhere"), training=TRAINING), mesh, planner.job.spec, parts
     ).item(batch, meta)
     plan = planner.plan(meta) if limit is None else limited_plan(planner, meta, limit)
     program = plan.program if delay is None and braids is None else changed_program(planner, plan, delay, every, braids)
     if memories is not None:
-        program = dataclasses.replace(program, memory=draw_memories(parts, planner.spec, program.graph, memories))
+        program = dataclasses.replace(program, memory=draw_memories(parts, planner.job.spec, program.graph, memories))
     check_same_program(program.hash, mesh)
     values = 1
     if model.dit is not None:
@@ -296,7 +297,7 @@ def run_step(
     inputs = StepInputs(layout=plan.layout, meta=meta, mesh=mesh, batch=item.batch, labels=item.labels, noise=NOISE)
     num_targets = values * sum(m.num_targets for _, m in batches)
     place = mesh.place
-    runtime.load(program, lambda stage, work: planner.output_shape(plan.layout, stage, work, place.cp, place.tp))
+    runtime.load(program, lambda stage, work: planner.job.output_shape(plan.layout, stage, work, place.cp, place.tp))
     outcome = runtime.step(StepFeed(parts, inputs), loss_grad=1 / num_targets)
     fill_missing_grads(local.parameters)
     finish_gradients(local.parameters)
@@ -310,12 +311,12 @@ def run_step(
 def limited_plan(planner, meta, limit):
     """The plan of a batch whose activations may take a part of what they take if all are kept."""
     timeline = planner.plan(meta).result.timeline
-    limited = dataclasses.replace(
-        planner,
-        memory=MemoryChoices(strategies=(BlockMemory.OFFLOAD, BlockMemory.KEEP)),
-        activation_limits=tuple(limit * peak for peak in timeline.peak_bytes),
+    memory = MemoryChoices(strategies=(BlockMemory.OFFLOAD, BlockMemory.KEEP))
+    limited = IterationPlanner(
+        dataclasses.replace(planner.job, memory=memory), tuple(limit * peak for peak in timeline.peak_bytes)
     )
-    plan = limited.finish(*limited.prepared(meta, searched=True))
+    iteration = limited.prepare(meta, searched=True)
+    plan = limited.finish(iteration, iteration.first)
     assert "activations of first chunks offloaded" in plan.result.message, plan.result.message
     assert any("offload" in name for name in plan.program.memory.values())
     return plan
@@ -331,8 +332,8 @@ def changed_program(planner, plan, delay, every, braids):
     if braids is not None:
         changed = draw_braids(changed, braids)
     check_plan(changed, plan.problem)
-    regathered = [stage.index for stage in planner.partition.stages if stage.module in planner.regathered]
-    program = lower(changed, plan.problem, sharded=planner.sharded, regathered=regathered, reduce=True)
+    regathered = [stage.index for stage in planner.job.partition.stages if stage.module in planner.job.regathered]
+    program = lower(changed, plan.problem, sharded=planner.job.sharded, regathered=regathered, reduce=True)
     check_transport(program)
     return program
 

@@ -25,6 +25,7 @@ from mmtrain.parallel.grads import local_part
 from mmtrain.parallel.tensor import apply_tensor_parallel
 from mmtrain.parallel.weight_grads import WeightGrads
 from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.job import Job
 from mmtrain.planner.memory.options import MemoryChoices
 from mmtrain.planner.partition.partition import partition
 from mmtrain.schedule.library.catalogue import CATALOGUE
@@ -431,11 +432,11 @@ def planner(mode, memory_gib=0.0):
     model = model_config()
     spec = model_spec(model)
     section = PlannerConfig(activation_memory_gib=memory_gib)
-    return model, IterationPlanner(
+    return model, IterationPlanner(Job(
         spec=spec, partition=partition(spec, 2, {"vision": 1, "language": 1}, reference_sizes(spec, 64)),
         section=section, costs=FlopsCosts.of(section), schedule=CATALOGUE["interleave"], sub_microbatch_size=2,
         sharded=False, memory=MemoryChoices(section=SECTIONS[mode]),
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def test_recomputation_fits_a_lower_memory_limit_and_takes_longer():

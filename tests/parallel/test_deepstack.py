@@ -21,6 +21,7 @@ from mmtrain.models.batch import IGNORE_INDEX
 from mmtrain.models.build import build_chunk
 from mmtrain.models.initialise import init_weights
 from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.job import Job
 from mmtrain.planner.partition.partition import Partition
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.spec.builders import model_spec
@@ -134,10 +135,10 @@ def test_loss_and_gradients_of_every_layout(shape, cases):
 
 
 def planner_of(spec: ModelSpec, parts: Partition, images_of_a_work: int) -> IterationPlanner:
-    return IterationPlanner(
+    return IterationPlanner(Job(
         spec=spec, partition=parts, section=PLANNER, costs=FlopsCosts.of(PLANNER), schedule=CATALOGUE["interleave"],
         sub_microbatch_size=images_of_a_work, submesh=Submesh(), sharded=False,
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def test_an_edge_costs_what_is_sent_over_it():
@@ -153,7 +154,7 @@ def test_an_edge_costs_what_is_sent_over_it():
     for work, row in enumerate(problem.output_bytes):
         module = plan.layout.batching.module_of(work)
         for stage, num_bytes in zip(parts.of_module(module), row, strict=True):
-            shape_sent = planner.output_shape(plan.layout, stage.index, work)
+            shape_sent = planner.job.output_shape(plan.layout, stage.index, work)
             assert num_bytes == 4 * np.prod(shape_sent) * bool(shape_sent), (stage, work)
             compared += bool(shape_sent)
     assert compared > 20
@@ -182,7 +183,7 @@ def test_a_stage_holds_the_bytes_that_are_planned(frozen):
         chunk = build_chunk(model, spec, module, second.layers, device="cpu")
         init_weights(chunk, 0)
         grad = module == "language" or not frozen
-        x = torch.randn(planner.output_shape(plan.layout, first.index, work), requires_grad=grad)
+        x = torch.randn(planner.job.output_shape(plan.layout, first.index, work), requires_grad=grad)
         kept = kept_bytes(chunk, x, arguments[module])
         (option,) = plan.problem.options(second.index, work)
         # Rotary tables and a scalar of the loss are not counted; frozen blocks keep no tables.

@@ -18,6 +18,7 @@ from mmtrain.parallel.feeds.inputs import StepInputs
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.job import Job
 from mmtrain.planner.partition.partition import partition
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.passes.lower import Program
@@ -106,12 +107,12 @@ def offloaded_bytes(rank, shape):
     regathered = {"language"} if shape.cp > 1 else set()
     local = build_local_model(model, spec, parts, mesh, TRAINING, seed=5, regathered=regathered)
     submesh = Submesh(cp=shape.cp, tp=shape.tp, split="balanced", block_size=4)
-    planner = IterationPlanner(
+    planner = IterationPlanner(Job(
         spec=spec, partition=parts, section=PLANNER, costs=FlopsCosts.of(PLANNER, shares=submesh.size),
         schedule=CATALOGUE["1F1B"],
         sub_microbatch_size=0, sharded=uses_fsdp(shape, TRAINING, data_encoder=False), submesh=submesh,
         regathered=regathered,
-    )  # fmt: skip
+    ))  # fmt: skip
     batch, meta = make_batch(model, [[0] * 8, [0] * 5], seed=1)
     plan = planner.plan(meta)
     runtime = PipelineScheduleRuntime(local.stages)
@@ -159,7 +160,7 @@ def test_parameters_never_leave(shape):
 # ------------------------------------------------------------------------------------------- one rank
 
 
-class Job:
+class Rank:
     """A text model of one chunk on one rank."""
 
     def __init__(self):
@@ -168,10 +169,10 @@ class Job:
         self.parts = partition(spec, 1, {"language": 1}, reference_sizes(spec, TRAINING.seq_len))
         self.mesh = build_mesh(MeshShape(), torch.device("cpu"))
         self.local = build_local_model(model, spec, self.parts, self.mesh, TRAINING, seed=5)
-        planner = IterationPlanner(
+        planner = IterationPlanner(Job(
             spec=spec, partition=self.parts, section=PLANNER, costs=FlopsCosts.of(PLANNER), schedule=CATALOGUE["1F1B"],
             sub_microbatch_size=0, sharded=False,
-        )  # fmt: skip
+        ))  # fmt: skip
         self.batch, self.meta = make_batch(model, [[0], [0], [0]], seed=1)
         self.plan = planner.plan(self.meta)
         self.runtime = PipelineScheduleRuntime(self.local.stages)
@@ -197,7 +198,7 @@ WRONG = {
 
 
 def wrong_names(rank):
-    job = Job()
+    job = Rank()
     said = []
     for stage, work, name in WRONG:
         with pytest.raises(PlanError) as error:
@@ -215,7 +216,7 @@ def test_names_that_say_nothing_are_refused_with_their_place():
 
 def order_of_copies(rank):
     """The events of a step: each compute action, and each time that a work starts to come back."""
-    job = Job()
+    job = Rank()
     events = []
 
     def note(name):
@@ -243,7 +244,7 @@ def test_a_work_comes_back_beside_the_action_before_its_backward():
 
 def broken_step(rank):
     """What is left of a step that broke, and the gradients of the next one against those of one that never did."""
-    job = Job()
+    job = Rank()
     memory = dict.fromkeys([(0, 0), (0, 1), (0, 2)], "3 offload, 3 recompute")
     text = "0F0.0 0F1.0 0F2.0 0B0.0 0B1.0 0B2.0"
     job.run(job.program({}, text))

@@ -13,6 +13,7 @@ from mmtrain.parallel.build import build_local_model
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.job import Job
 from mmtrain.planner.partition.partition import partition
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.spec.builders import model_spec
@@ -32,11 +33,11 @@ def gradients(rank, shape):
     parts = partition(spec, shape.pp, {"vision": 1, "language": 1}, reference_sizes(spec, training.seq_len))
     local = build_local_model(model, spec, parts, mesh, training, seed=5)
     runtime = PipelineScheduleRuntime(local.stages)
-    planner = IterationPlanner(
+    planner = IterationPlanner(Job(
         spec=spec, partition=parts, section=PLANNER,
         costs=FlopsCosts.of(PLANNER, shares=shape.cp * shape.tp), schedule=CATALOGUE["interleave"],
         sub_microbatch_size=1, sharded=True, submesh=Submesh(cp=shape.cp, tp=shape.tp, block_size=4),
-    )  # fmt: skip
+    ))  # fmt: skip
     batches = [make_batch(model, MIXED[replica], seed=replica + 1) for replica in range(shape.dp)]
     loss = run_step(mesh, parts, planner, model, local, runtime, batches)
     wanted_loss, wanted = reference_gradients(model, spec, batches, seed=5)

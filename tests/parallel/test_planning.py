@@ -24,18 +24,20 @@ from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.planning import PlanAhead, PlanStatus
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.planner.iteration import IterationPlan, IterationPlanner
+from mmtrain.planner.job import Job
 from mmtrain.planner.partition.partition import partition
-from mmtrain.planner.plan import PlanResult
-from mmtrain.planner.plan_choice import search_options, search_seed
+from mmtrain.planner.plan import make_plan
 from mmtrain.planner.search.search import SearchOptions, search
+from mmtrain.planner.search_settings import search_options, search_seed
 from mmtrain.schedule.library.catalogue import CATALOGUE
+from mmtrain.schedule.plan import check as check_plan
 from mmtrain.schedule.simulate import simulate
 from mmtrain.spec.builders import model_spec
 from tests.parallel.parity import MIXED, check, compare, run_step, take_gradients
 from tests.parallel.test_parity import TOLERANCE
 from tests.ranks import run_ranks
 from tests.reference import TRAINING, make_batch, model_config, reference_gradients
-from tests.searches import FAULTS, Faulty, random_plan, random_search
+from tests.searches import FAULTS, Claimed, Faulty, random_plan, random_search
 
 SEED = 11
 SECTION = PlannerConfig(enable=True, budget_evaluations=20, threads=1)
@@ -49,10 +51,10 @@ def never() -> bool:
 def make_planner(shape: MeshShape, section: PlannerConfig = SECTION, schedule: str = "interleave") -> IterationPlanner:
     spec = model_spec(model_config())
     parts = partition(spec, shape.pp, {"vision": 1, "language": 1}, reference_sizes(spec, TRAINING.seq_len))
-    return IterationPlanner(
+    return IterationPlanner(Job(
         spec=spec, partition=parts, section=section, costs=FlopsCosts.of(section), schedule=CATALOGUE[schedule],
         sub_microbatch_size=1, sharded=uses_fsdp(shape, TRAINING), check_plans=True,
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def metas(count: int) -> list[IterationMeta]:
@@ -67,7 +69,7 @@ def metas(count: int) -> list[IterationMeta]:
 
 def first_hashes(planner: IterationPlanner, batches: Sequence[IterationMeta]) -> list[int]:
     iterations = [planner.prepare(meta, searched=True) for meta in batches]
-    return [planner.finish(iteration, planner.first(iteration)).program.hash for iteration in iterations]
+    return [planner.finish(iteration, iteration.first).program.hash for iteration in iterations]
 
 
 def run_faults(rank, fault):
@@ -132,7 +134,7 @@ def test_a_search_that_goes_wrong_costs_its_step_alone(outcomes, fault):
 
 def all_forwards_first(problem, options, *, cancelled):
     """A search that does not look at memory."""
-    return PlanResult(status="improved", message="", plan=CATALOGUE["GPipe"].make(problem))
+    return Claimed(problem=problem, status="improved", message="", plan_or_none=CATALOGUE["GPipe"].make(problem))
 
 
 def run_over_the_limit(rank):
@@ -144,7 +146,7 @@ def run_over_the_limit(rank):
     for _ in range(2):
         planner = make_planner(mesh.shape, dataclasses.replace(SECTION, activation_memory_gib=gib))
         ahead = PlanAhead(planner, mesh, seed=SEED, search=all_forwards_first)
-        planned = ahead.now(1, meta)
+        planned = ahead.take(ahead.submit(1, meta))
         ahead.close()
         found.append(planned.status)
         gib = 0.6 * max(planned.plan.result.timeline.peak_bytes) / 2**30
@@ -169,10 +171,10 @@ def run_errors(rank):
     for section, meta, error in ((SECTION, empty, DataError), (tight, good, PlanError)):
         ahead = PlanAhead(make_planner(mesh.shape, section), mesh, seed=SEED, search=random_search)
         with pytest.raises(error) as caught:
-            ahead.now(1, meta)
+            ahead.take(ahead.submit(1, meta))
         found.append(str(caught.value))
         if section is SECTION:
-            assert ahead.now(2, good).status is PlanStatus.READY
+            assert ahead.take(ahead.submit(2, good)).status is PlanStatus.READY
         ahead.close()
     return found
 
@@ -195,7 +197,7 @@ def run_out_of_step(rank):
     planner, batches = make_planner(mesh.shape), metas(3)
     ahead = PlanAhead(planner, mesh, seed=SEED, search=random_search)
     found = [ahead.take(ahead.submit(1 + 6 * rank, batches[0]), None)]
-    found += [ahead.now(step, batches[step - 1]) for step in (2, 3)]
+    found += [ahead.take(ahead.submit(step, batches[step - 1])) for step in (2, 3)]
     ahead.close()
     assert [planned.plan.program.hash for planned in found] == first_hashes(planner, batches)
     return [planned.status for planned in found], warned
@@ -234,7 +236,7 @@ def run_distributed(rank, broken):
     planner, batches = make_planner(mesh.shape, section), metas(3)
     noted = Noted(search_seed(SEED, 2, broken))
     ahead = PlanAhead(planner, mesh, seed=SEED, search=noted)
-    found = [ahead.now(step, meta) for step, meta in enumerate(batches, 1)]
+    found = [ahead.take(ahead.submit(step, meta)) for step, meta in enumerate(batches, 1)]
     ahead.close()
     wanted = []
     for step, meta in enumerate(batches, 1):
@@ -290,7 +292,7 @@ def run_threads(rank):
     for threads in (1, 3):
         section = dataclasses.replace(SECTION, threads=threads)
         ahead = PlanAhead(make_planner(mesh.shape, section), mesh, seed=SEED, search=search)
-        found.append([ahead.now(step, meta).plan.program.hash for step, meta in enumerate(metas(4), 1)])
+        found.append([ahead.take(ahead.submit(step, meta)).plan.program.hash for step, meta in enumerate(metas(4), 1)])
         ahead.close()
     return found
 
@@ -301,25 +303,27 @@ def test_plans_do_not_depend_on_the_number_of_threads():
     assert one == two and one[0] == one[1]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Searching(IterationPlanner):
     """Plans an iteration as a searching rank and its peers do."""
 
-    options: SearchOptions
-    drawn: bool
+    options: SearchOptions = dataclasses.field(kw_only=True)
+    drawn: bool = dataclasses.field(kw_only=True)
     """Any plan at all, and not one that was searched."""
 
     def plan(self, meta: IterationMeta, *, forward_only: bool = False) -> IterationPlan:
         iteration = self.prepare(meta, searched=True)
-        find = random_search if self.drawn else search
-        return self.adopt(iteration, find(iteration.problem, self.options, cancelled=never))
+        find = random_search if self.drawn else make_plan
+        result = find(iteration.problem, self.options, cancelled=never)
+        check_plan(result.plan, iteration.problem)
+        return self.finish(iteration, result)
 
 
 def run_gradients(rank, shape, cases):
     """(case, drawn) -> errors against one process."""
     model = model_config()
     mesh, found = build_mesh(shape, CPU), {}
-    base = make_planner(shape)
+    base = make_planner(shape).job
     local = build_local_model(model, base.spec, base.partition, mesh, TRAINING, seed=5)
     runtime = PipelineScheduleRuntime(local.stages)
     for number, (images, size, plan_seed) in enumerate(cases):
@@ -327,8 +331,8 @@ def run_gradients(rank, shape, cases):
         wanted_loss, wanted = reference_gradients(model, base.spec, batches, seed=5)
         for drawn in (False, True):
             options = search_options(SECTION, seed=plan_seed + mesh.dp_rank, threads=1)
-            fields = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
-            planner = Searching(**fields | {"sub_microbatch_size": size}, options=options, drawn=drawn)
+            job = dataclasses.replace(base, sub_microbatch_size=size)
+            planner = Searching(job, options=options, drawn=drawn)
             loss = run_step(mesh, base.partition, planner, model, local, runtime, batches)
             found[number, drawn] = compare(mesh, base.partition, local, loss, wanted_loss, wanted)
             take_gradients(local)

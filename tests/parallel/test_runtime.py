@@ -16,6 +16,7 @@ from mmtrain.parallel.feeds.inputs import StepInputs
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.job import Job
 from mmtrain.planner.partition.partition import partition
 from mmtrain.schedule.action import Action, Kind
 from mmtrain.schedule.library.catalogue import CATALOGUE
@@ -27,7 +28,7 @@ from tests.reference import PLANNER, TRAINING, make_batch, model_config, referen
 IMAGES = [[2, 1], [0], [3], [1]]
 
 
-class Job:
+class Rank:
     """A model on one rank of a pipeline, ready to run batches."""
 
     def __init__(self, pp, model=None, schedule="interleave", size=1):
@@ -37,11 +38,11 @@ class Job:
         self.parts = partition(
             self.spec, pp, {"vision": 1, "language": 1}, reference_sizes(self.spec, TRAINING.seq_len)
         )
-        self.planner = IterationPlanner(
+        self.planner = IterationPlanner(Job(
             spec=self.spec, partition=self.parts, section=PLANNER,
             costs=FlopsCosts.of(PLANNER), schedule=CATALOGUE[schedule], sub_microbatch_size=size,
             sharded=False, check_plans=True,
-        )  # fmt: skip
+        ))  # fmt: skip
         self.local = build_local_model(self.model, self.spec, self.parts, self.mesh, TRAINING, seed=5)
         self.runtime = PipelineScheduleRuntime(self.local.stages)
 
@@ -53,12 +54,12 @@ class Job:
             want_predictions=want_predictions,
         )  # fmt: skip
         feed = StepFeed(self.parts, inputs)
-        self.runtime.load(plan.program, lambda s, w: self.planner.output_shape(plan.layout, s, w))
+        self.runtime.load(plan.program, lambda s, w: self.planner.job.output_shape(plan.layout, s, w))
         return self.runtime.step(feed, loss_grad=1.0), plan
 
 
 def forward_only(rank):
-    job = Job(2)
+    job = Rank(2)
     batch, meta = make_batch(job.model, IMAGES, seed=1)
     outcome, plan = job.run(batch, meta, forward_only=True, want_predictions=True)
     assert all(p.grad is None for p in job.local.parameters)
@@ -78,7 +79,7 @@ def test_a_forward_only_program_gives_losses_and_predictions():
 
 def steps_leave_nothing(rank):
     """New shapes in every step; afterwards no box and no transfer holds a tensor."""
-    job = Job(2)
+    job = Rank(2)
     shapes = set()
     for seed in range(1, 5):
         batch, meta = make_batch(job.model, IMAGES if seed % 2 else [[0], [4]], seed=seed)
@@ -97,7 +98,7 @@ def test_shapes_change_every_step_and_nothing_is_left():
 
 def outputs_are_released(rank):
     """An output that has been sent and received is gone before the step ends."""
-    job = Job(2, schedule="1F1B")
+    job = Rank(2, schedule="1F1B")
     batch, meta = make_batch(job.model, [[0]] * 6, seed=1)
     alive = []
     sent = []
@@ -128,7 +129,7 @@ def test_sent_tensors_are_released_inside_of_the_step():
 
 def last_chunk_ignores_its_input(rank):
     """The largest gradient of the last chunk and of all others on this rank; no real chunk does this."""
-    job = Job(2)
+    job = Rank(2)
     last = job.local.stages[-1].submod
     if job.local.stages[-1].is_last:
         forward = last.forward
@@ -149,7 +150,7 @@ def test_what_the_loss_does_not_depend_on_has_gradients_of_zero():
 
 
 def plan_without_an_image(rank):
-    job = Job(1)
+    job = Rank(1)
     batch, meta = make_batch(job.model, IMAGES, seed=1)
     first = meta.microbatches[0]
     documents = list(first.documents)
@@ -169,7 +170,7 @@ def test_a_plan_that_disagrees_with_the_batch_stops_the_step():
 
 
 def wrong_shape(rank):
-    job = Job(1)
+    job = Rank(1)
     batch, meta = make_batch(job.model, IMAGES, seed=1)
     plan = job.planner.plan(meta)
     labels = [m.labels for m in batch.microbatches]

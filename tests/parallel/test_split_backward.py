@@ -32,6 +32,7 @@ from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.parallel.tensor import apply_tensor_parallel
 from mmtrain.parallel.weight_grads import WeightGrads
 from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.job import Job
 from mmtrain.planner.partition.partition import partition
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.passes.lower import Program
@@ -336,13 +337,15 @@ def wrong_programs(rank):
     mesh = build_mesh(MeshShape(), torch.device("cpu"))
     local = build_local_model(model, spec, parts, mesh, TRAINING, seed=5)
     planner = IterationPlanner(
-        spec=spec,
-        partition=parts,
-        section=PLANNER,
-        costs=FlopsCosts.of(PLANNER),
-        schedule=CATALOGUE["1F1B"],
-        sub_microbatch_size=0,
-        sharded=False,
+        Job(
+            spec=spec,
+            partition=parts,
+            section=PLANNER,
+            costs=FlopsCosts.of(PLANNER),
+            schedule=CATALOGUE["1F1B"],
+            sub_microbatch_size=0,
+            sharded=False,
+        )
     )
     batch, meta = make_batch(model, [[0]], seed=1)
     plan = planner.plan(meta)

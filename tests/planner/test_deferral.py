@@ -16,6 +16,7 @@ from mmtrain.modality.typical import reference_sizes
 from mmtrain.planner.batching import Batching, check_conservation, make_batching
 from mmtrain.planner.deferral import oversize_pairs
 from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.job import Job
 from mmtrain.planner.layout import IterationLayout
 from mmtrain.planner.partition.partition import Partition, partition
 from mmtrain.planner.problem import make_problem
@@ -149,7 +150,6 @@ def test_every_schedule_plans_pairs(name: str) -> None:
 def test_the_search_plans_pairs() -> None:
     problem = problem_of(PAIR)
     result = search(problem, SearchOptions(budget_evaluations=200, seed=3))
-    assert result.plan is not None
     sound(result.plan, problem)
     assert simulate(problem, result.plan).makespan_s <= simulate(problem, CATALOGUE["1F1B"].make(problem)).makespan_s
 
@@ -176,14 +176,14 @@ def test_pairs_that_do_not_fit_are_not_deferred() -> None:
     assert oversize_pairs(problem_of(meta)) == oversize_pairs(problem_of(meta, limits=[together[0]] * 2)) == ()
     assert oversize_pairs(problem_of(meta, limits=between)) == (1,)
     assert oversize_pairs(problem_of(meta, limits=[1.0] * 2)) == (1, 3)
-    planner = IterationPlanner(
+    planner = IterationPlanner(Job(
         spec=vlm(4, 4), partition=parts_of(vlm(4, 4)), section=PLANNER, costs=FlopsCosts.of(PLANNER),
         schedule=CATALOGUE["interleave"], sub_microbatch_size=1, sharded=False, activation_limits=tuple(between),
-    )  # fmt: skip
+    ))  # fmt: skip
     plan = planner.plan(meta)
     assert plan.batching.not_deferred == (1,)
     assert sum(item.deferred for item in plan.batching.items) == 1
-    assert replace(planner, activation_limits=None).plan(meta).batching.not_deferred == ()
+    assert IterationPlanner(replace(planner.job, activation_limits=None)).plan(meta).batching.not_deferred == ()
 
 
 def footprints(problem: PlanningProblem) -> list[float]:
@@ -227,10 +227,9 @@ def test_features_of_two_microbatches_fill_all_slots_once(cp: int, tp: int, shar
 def test_iterations_without_a_backward_have_pairs_too() -> None:
     spec = vlm(4, 4)
     for name in ("1F1B", "interleave", "GPipe"):
-        planner = IterationPlanner(
+        planner = IterationPlanner(Job(
             spec=spec, partition=parts_of(spec), section=PLANNER, costs=FlopsCosts.of(PLANNER),
             schedule=CATALOGUE[name].eager(int(name == "1F1B")), sub_microbatch_size=0, sharded=True, check_plans=True,
-        )  # fmt: skip
+        ))  # fmt: skip
         plan = planner.plan(PAIR, forward_only=True)
-        assert plan.result.plan is not None
         assert {action.kind for order in plan.result.plan.orders for action in order} == {Kind.F}

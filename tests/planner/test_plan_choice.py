@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 
 import pytest
@@ -7,21 +8,19 @@ from mmtrain.config.sections import PlannerConfig
 from mmtrain.errors import PlanError
 from mmtrain.modality.metadata import DocumentMeta, IterationMeta, MicrobatchMeta
 from mmtrain.modality.typical import Bins
-from mmtrain.planner.first_plan import first_plan
+from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.job_schedule import job_schedule
 from mmtrain.planner.memory.limit import MemoryRule
-from mmtrain.planner.plan import PlanResult, make_plan
-from mmtrain.planner.plan_choice import (
-    choose_plan,
+from mmtrain.planner.plan import JobMethod, best_of, make_plan
+from mmtrain.planner.result import PlanResult
+from mmtrain.planner.search.search import SearchOptions
+from mmtrain.planner.search_settings import (
     search_options,
     search_seed,
     search_threads,
-    searched_plan,
     show_switches,
 )
-from mmtrain.planner.search.search import SearchOptions, search
-from mmtrain.schedule.plan import Plan
-from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.job import make_job
 from mmtrain.simulator.workloads import draw
 from tests.schedule.problems import as_units, chain, two_modules
 
@@ -52,13 +51,11 @@ def test_searchers_share_the_evaluations_and_not_the_seconds():
 
 
 def test_nothing_is_searched_where_the_order_is_that_of_a_schedule():
-    first = make_plan(PROBLEM, "1F1B")
-    other = make_plan(PROBLEM, "GPipe")
     options = search_options(PlannerConfig(), seed=0, threads=1)
-    for interleave, wanted in ((False, first), (True, other)):
-        section = PlannerConfig(enable=True, interleave=interleave)
-        found = choose_plan(PROBLEM, first, section, options, lambda *_, cancelled: other, lambda: False)
-        assert found is wanted
+    section = PlannerConfig(enable=True, interleave=False)
+    assert make_plan(PROBLEM, JobMethod("1F1B", section, options)) == make_plan(PROBLEM, "1F1B")
+    searched = make_plan(PROBLEM, JobMethod("1F1B", replace(section, interleave=True), options))
+    assert searched == make_plan(PROBLEM, options) and searched.evaluations > 1
 
 
 def test_a_searched_plan_that_is_longer_than_the_first_one_does_not_run():
@@ -66,12 +63,24 @@ def test_a_searched_plan_that_is_longer_than_the_first_one_does_not_run():
     problem = two_modules(4, [3, 0, 5, 1])
     section = PlannerConfig(enable=True, reorder=False, split_backward=False, budget_evaluations=30)
     options = search_options(section, seed=7, threads=1)
-    first, searched = make_plan(problem, "1F1B"), search(problem, options)
-    assert first.timeline is not None and searched.timeline is not None
-    assert first.timeline.makespan_s < searched.timeline.makespan_s
-    found = choose_plan(problem, first, section, options, search, lambda: False)
+    first, searched = make_plan(problem, "1F1B"), make_plan(problem, options)
+    assert first.makespan_s < searched.makespan_s
+    found = make_plan(problem, JobMethod("1F1B", section, options))
     assert (found.plan, found.timeline) == (first.plan, first.timeline)
     assert (found.evaluations, found.seed) == (searched.evaluations, 7)
+    assert best_of(first, searched) == found
+    none = PlanResult(problem=problem, status="infeasible", message="nothing found")
+    assert best_of(none, searched) is searched
+    assert best_of(first, none) is none, "a search that failed is seen, and not hidden by the first plan"
+
+
+def test_a_result_without_a_plan_says_why_where_the_plan_is_read():
+    result = make_plan(two_modules(2, [1], memory_limit_bytes=(1e-3, None)), SearchOptions(budget_evaluations=3))
+    assert (result.status, result.has_plan, result.makespan_s) == ("infeasible", False, math.inf)
+    for read in (lambda: result.plan, lambda: result.timeline):
+        with pytest.raises(PlanError) as error:
+            read()
+        assert str(error.value) == result.message and "memory" in result.message
 
 
 def test_switches_are_one_line():
@@ -91,11 +100,12 @@ def test_blocks_are_in_the_plans_of_the_schedule_and_of_the_search():
     job = config.load("debug_vlm.toml", words)
     schedule = job_schedule(job)
     problem = as_units(chain(2, 6, num_segments=2), contention=0.0)
-    first = first_plan(problem, schedule, job.planner)
+    first = make_plan(problem, JobMethod(schedule, job.planner))
     assert "&" in str(first.plan) and first.message == f"the order of schedule {schedule.name}, in blocks"
     assert search_options(job.planner, seed=0, threads=1).braid
-    found = searched_plan(problem, schedule, job.planner, seed=0)
-    alone = searched_plan(problem, job_schedule(config.load("debug_vlm.toml", words[1:])), PlannerConfig(), seed=0)
+    found = make_plan(problem, JobMethod.searching(schedule, job.planner, seed=0))
+    apart = job_schedule(config.load("debug_vlm.toml", words[1:]))
+    alone = make_plan(problem, JobMethod.searching(apart, PlannerConfig(), seed=0))
     assert found.timeline.makespan_s <= first.timeline.makespan_s
     assert found.timeline.makespan_s < alone.timeline.makespan_s
 
@@ -117,24 +127,24 @@ def test_blocks_are_in_the_plans_of_the_schedule_and_of_the_search():
 def test_the_first_plan_under_a_tight_limit_is_near_the_search(words):
     more = ["planner.hardware=h800x16", "parallelism.tensor_parallel_degree=1", 'activation_checkpoint.mode="none"']
     job = config.load("vlm_s.toml", [*more, "training.global_batch_size=32", 'planner.memory_limit="92%"', *words])
-    planner = job_planner(job)
-    limits = MemoryRule.of(job).budget(planner.spec, planner.partition).activation_limits
+    planner = IterationPlanner(make_job(job))
+    limits = MemoryRule.of(job).budget(planner.job.spec, planner.job.partition).activation_limits
     meta = draw("mix", Bins.of(job), seed=0, iteration=0)
-    problem = planner.with_limits(limits).problem(meta, searched=True)[1]
-    first = first_plan(problem, planner.schedule, job.planner)
-    searched = search(problem, SearchOptions(budget_evaluations=300))
-    own = make_plan(problem, planner.schedule)
+    problem = IterationPlanner(planner.job, limits).problem(meta, searched=True)[1]
+    first = make_plan(problem, JobMethod(planner.job.schedule, job.planner))
+    searched = make_plan(problem, SearchOptions(budget_evaluations=300))
+    own = make_plan(problem, planner.job.schedule)
     assert own.timeline.makespan_s > 1.6 * searched.timeline.makespan_s, "microbatches one after another"
     assert first.timeline.makespan_s <= 1.1 * searched.timeline.makespan_s
-    assert first_plan(problem, planner.schedule, job.planner) == first
+    assert make_plan(problem, JobMethod(planner.job.schedule, job.planner)) == first
     # With a limit that delays nothing, the plan is that of the schedule.
     roomy = replace(problem, memory_limit_bytes=tuple(20 * limit for limit in limits))
-    assert first_plan(roomy, planner.schedule, job.planner) == make_plan(roomy, planner.schedule)
+    assert make_plan(roomy, JobMethod(planner.job.schedule, job.planner)) == make_plan(roomy, planner.job.schedule)
 
 
 def test_images_of_a_microbatch_can_stay_together():
     sizes = [
-        job_planner(config.load("debug_vlm.toml", [f"planner.sub_microbatch={word}"])).sub_microbatch_size
+        make_job(config.load("debug_vlm.toml", [f"planner.sub_microbatch={word}"])).sub_microbatch_size
         for word in ("true", "false")
     ]
     assert sizes == [8, 0]
@@ -142,22 +152,16 @@ def test_images_of_a_microbatch_can_stay_together():
 
 def test_an_iteration_is_planned_in_parts_as_in_one_go():
     job = config.load("debug_vlm.toml", ["planner.enable=true"])
-    planner = job_planner(job)
+    planner = IterationPlanner(make_job(job))
     meta = draw("mix", Bins.of(job, 112), seed=0, iteration=0, replica=0)
     whole = planner.plan(meta)
     iteration = planner.prepare(meta, searched=True)
-    first = planner.first(iteration)
+    first = iteration.first
     parts = planner.finish(iteration, first)
     assert parts.program == whole.program
     assert parts.result.timeline == whole.result.timeline == first.timeline
-    assert first.plan is not None
-    adopted = planner.adopt(iteration, PlanResult(status="improved", message="", plan=first.plan))
-    assert (adopted.program, adopted.result.timeline) == (parts.program, first.timeline)
-    shorter = Plan(first.plan.graph, (first.plan.orders[0], first.plan.orders[1][:-1]))
-    with pytest.raises(PlanError, match=r"the backward of .* must be B"):
-        planner.adopt(iteration, PlanResult(status="improved", message="", plan=shorter))
     with pytest.raises(PlanError, match="nothing found"):
-        planner.adopt(iteration, PlanResult(status="infeasible", message="nothing found"))
+        planner.finish(iteration, PlanResult(problem=iteration.problem, status="infeasible", message="nothing found"))
 
 
 def test_a_job_offloads_first_chunks_as_far_as_its_limit_needs():
@@ -179,16 +183,15 @@ def test_a_job_offloads_first_chunks_as_far_as_its_limit_needs():
         "model.language.config.max_position_embeddings=4096",
     ]
     job = config.load("debug_text.toml", [*words, 'planner.memory_limit="90GB"'])
-    planner = job_planner(job)
+    planner = IterationPlanner(make_job(job))
     document = DocumentMeta(sample=0, num_tokens=4096, num_targets=4096, images=())
     meta = IterationMeta(microbatches=(MicrobatchMeta(documents=(document,)),) * 8)
     wide = planner.problem(meta, searched=True)[1]
-    free = searched_plan(wide, planner.schedule, job.planner, seed=0)
-    assert free.plan is not None and free.timeline is not None and not free.plan.options
+    free = make_plan(wide, JobMethod.searching(planner.job.schedule, job.planner, seed=0))
+    assert not free.plan.options
     limits = tuple(0.85 * peak for peak in free.timeline.peak_bytes)
-    tight = planner.with_limits(limits).problem(meta, searched=True)[1]
-    found = searched_plan(tight, planner.schedule, job.planner, seed=0)
-    assert found.plan is not None and found.timeline is not None
+    tight = IterationPlanner(planner.job, limits).problem(meta, searched=True)[1]
+    found = make_plan(tight, JobMethod.searching(planner.job.schedule, job.planner, seed=0))
     assert "activations of first chunks offloaded" in found.message
     assert {stage for stage, _ in found.plan.options} <= {0, 1}, "the way down alone"
     assert {"offload" in found.plan.option(tight, *node).name for node in found.plan.options} == {True}

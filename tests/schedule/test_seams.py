@@ -6,8 +6,8 @@ import pytest
 
 from mmtrain.errors import PlanError
 from mmtrain.planner.judge import judge
-from mmtrain.planner.plan import PlanResult
 from mmtrain.planner.plan_json import plan_from_json, plan_to_json
+from mmtrain.planner.result import PlanResult
 from mmtrain.schedule.action import BRAID, KINDS, Action, Kind
 from mmtrain.schedule.graph import Edge, Instruction, Link, ModuleStages, Work
 from mmtrain.schedule.io.torch_csv import read_plan, write_plan
@@ -143,9 +143,9 @@ def test_a_braid_is_one_entry_with_the_needs_bytes_and_results_of_its_parts() ->
     assert PlanningProblem.from_json(timed.to_json()) == timed
     assert from_bytes(problem.graph, to_bytes(plan)) == plan
     assert read_plan(write_plan(plan)).orders == plan.orders
-    result = PlanResult(status="first", message="", plan=plan, timeline=simulate(timed, plan))
-    assert plan_from_json(timed, plan_to_json(timed, result)) == plan
-    assert judge(timed, plan_to_json(timed, result)).makespan_s == 6.0
+    result = PlanResult(problem=timed, status="first", message="", plan_or_none=plan)
+    assert plan_from_json(timed, plan_to_json(result)) == plan
+    assert judge(timed, plan_to_json(result)).makespan_s == 6.0
 
 
 @pytest.mark.parametrize(

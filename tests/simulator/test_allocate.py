@@ -13,7 +13,7 @@ from mmtrain.costs.machine import Machine
 from mmtrain.errors import ConfigError
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.simulator.allocate import _packed, allocate, described
-from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.job import make_job
 from mmtrain.simulator.whole_iteration import IterationSimulator
 
 ON_A40 = ["planner.hardware=a40", "training.global_batch_size=8"]
@@ -80,9 +80,9 @@ def test_what_it_prints_can_be_planned(job, answer, tmp_path):
         loaded = config.load(path, ON_A40)
         assert loaded.parallelism.mesh_shape.world_size == 8
         if one.seconds < math.inf:
-            planner = job_planner(loaded)
+            made = make_job(loaded)
             for name, ranks in zip(job.model.cut_modules, one.candidate.ranks, strict=False):
-                assert len({stage.pp_rank for stage in planner.partition.of_module(name)}) == ranks
+                assert len({stage.pp_rank for stage in made.partition.of_module(name)}) == ranks
 
 
 def test_the_number_of_samples_goes_with_the_ranks(job, costs, answer):

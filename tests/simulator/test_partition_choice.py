@@ -15,7 +15,7 @@ from mmtrain.errors import ConfigError
 from mmtrain.planner.memory.limit import MemoryRule
 from mmtrain.planner.partition.partition import Partition
 from mmtrain.schedule.library.catalogue import CATALOGUE
-from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.job import make_job
 from mmtrain.simulator.partition_choice import (
     FINALISTS,
     WORTH,
@@ -72,29 +72,29 @@ def segments(job: Config) -> dict[str, int]:
 
 def test_search_finds_the_best_of_all_candidates(job) -> None:
     chosen = job()  # four microbatches on two ranks: the first look is at whole iterations
-    planner = job_planner(chosen)
-    typical = TypicalIterations.draw(chosen, planner.spec, planner.costs, planner.sub_microbatch_size)
+    made = make_job(chosen)
+    typical = TypicalIterations.draw(chosen, made.spec, made.costs, made.sub_microbatch_size)
     scores = {}
     for k in range(1, 5):
         for other in range(1, 5):
             keys = (f"model.encoder.num_segments={k}", f"model.language.num_segments={other}")
-            parts = partition_of(job(*keys), planner.spec)
+            parts = partition_of(job(*keys), made.spec)
             scores[k, other] = typical.seconds(parts) * (1 + WORTH * (k + other))
     found = segments(chosen)
     assert scores[found["vision"], found["language"]] == min(scores.values())
-    assert "20 tried" in planner.partition_summary
-    assert f"vision {found['vision']}, language {found['language']} segments" in planner.partition_summary
+    assert "20 tried" in made.partition_summary
+    assert f"vision {found['vision']}, language {found['language']} segments" in made.partition_summary
 
 
 def test_search_beats_the_papers_rule_where_one_pass_leaves_a_bubble(job) -> None:
     rule, searched = job("planner.partition=dip", text=TEXT), job(text=TEXT)
     assert segments(rule) == {"language": 1}  # the fastest module has one segment, whatever the number of ranks
     spec = model_spec(rule.model, dtype_bytes=4)
-    planner = job_planner(searched)
-    typical = TypicalIterations.draw(searched, spec, planner.costs, 0)
+    made = make_job(searched)
+    typical = TypicalIterations.draw(searched, spec, made.costs, 0)
     assert segments(searched)["language"] > 1
     # A bubble of (P - 1) / (V m) of the work becomes shorter with V: 1.25 with V = 1, at most 1.13 with V = 2.
-    assert typical.seconds(planner.partition) < 0.93 * typical.seconds(partition_of(rule, spec))
+    assert typical.seconds(made.partition) < 0.93 * typical.seconds(partition_of(rule, spec))
 
 
 def test_segments_that_are_shorter_than_their_messages_do_not_pay(job) -> None:
@@ -112,11 +112,11 @@ def test_a_short_job_is_cut_without_the_kernels_of_the_search(job, tmp_path) -> 
     """They take 10 s to compile on a machine that never ran them, more than hundreds of steps of such a job."""
     for flops_per_s, is_short in ((1e10, True), (1e7, False)):
         chosen = job("planner.enable=true", f"planner.flops_per_s={flops_per_s}")
-        planner = job_planner(chosen)
-        typical = TypicalIterations.draw(chosen, planner.spec, planner.costs, planner.sub_microbatch_size)
+        made = make_job(chosen)
+        typical = TypicalIterations.draw(chosen, made.spec, made.costs, made.sub_microbatch_size)
         assert typical.is_short is is_short
-    script = "import sys; from mmtrain.config import config; from mmtrain.simulator.job import job_planner\n"
-    script += "print(job_planner(config.load(sys.argv[1], sys.argv[2:])).partition_summary[:10])\n"
+    script = "import sys; from mmtrain.config import config; from mmtrain.simulator.job import make_job\n"
+    script += "print(make_job(config.load(sys.argv[1], sys.argv[2:])).partition_summary[:10])\n"
     script += "print('numba.np.arraymath' in sys.modules)"  # which the first call of a kernel loads
     words = [
         sys.executable,
@@ -135,11 +135,11 @@ def test_a_short_job_is_cut_without_the_kernels_of_the_search(job, tmp_path) -> 
 def test_a_short_job_is_cut_in_less_than_a_second(name: str) -> None:
     """Of the constant rates by which the search chooses its microbatches."""
     chosen = config.load(f"{name}.toml", ["model.language.num_segments=0"])
-    planner = job_planner(chosen)
-    costs = chosen, planner.spec, planner.costs, planner.sub_microbatch_size
+    made = make_job(chosen)
+    costs = chosen, made.spec, made.costs, made.sub_microbatch_size
     quick, exact = (TypicalIterations.draw(*costs, is_quick=is_quick) for is_quick in (True, False))
-    rates = [[x.judging_s(planner.partition)] * 24 for x in (quick, exact)]
-    first, second = looks(planner.partition.num_ranks, exact.num_microbatches, *rates, exact.rank_s)
+    rates = [[x.judging_s(made.partition)] * 24 for x in (quick, exact)]
+    first, second = looks(made.partition.num_ranks, exact.num_microbatches, *rates, exact.rank_s)
     assert exact.is_short
     assert exact.num_microbatches == 4
     assert first >= 4  # whole iterations
@@ -148,9 +148,9 @@ def test_a_short_job_is_cut_in_less_than_a_second(name: str) -> None:
 
 def test_an_iteration_counts_whole_where_part_of_it_is_drawn(job) -> None:
     chosen = job("training.global_batch_size=8192", "planner.flops_per_s=1e10")
-    planner = job_planner(chosen)
+    made = make_job(chosen)
     few, typical = (
-        TypicalIterations.draw(chosen, planner.spec, planner.costs, planner.sub_microbatch_size, most_microbatches=most)
+        TypicalIterations.draw(chosen, made.spec, made.costs, made.sub_microbatch_size, most_microbatches=most)
         for most in (2, 32)
     )
     assert (few.shortened, typical.shortened) == (4096, 256)
@@ -161,9 +161,9 @@ def test_an_iteration_counts_whole_where_part_of_it_is_drawn(job) -> None:
 def typical(job):
     def build(*keys: str) -> tuple[TypicalIterations, Partition]:
         chosen = job("planner.enable=true", "model.language.num_segments=2", "model.encoder.num_segments=1", *keys)
-        planner = job_planner(chosen)
-        costs = planner.costs, planner.sub_microbatch_size
-        return TypicalIterations.draw(chosen, planner.spec, *costs, most_microbatches=8), planner.partition
+        made = make_job(chosen)
+        costs = made.costs, made.sub_microbatch_size
+        return TypicalIterations.draw(chosen, made.spec, *costs, most_microbatches=8), made.partition
 
     return build
 
@@ -216,8 +216,8 @@ def test_what_the_config_gives_is_kept(job, keys: list[str], module: str, count:
 
 def test_nothing_is_searched_where_nothing_is_open(job) -> None:
     keys = ("model.language.num_segments=3", "model.encoder.num_segments=2")
-    assert job_planner(job(*keys)).partition_summary == ""
-    assert job_planner(job("planner.partition=dip")).partition_summary == ""
+    assert make_job(job(*keys)).partition_summary == ""
+    assert make_job(job("planner.partition=dip")).partition_summary == ""
     assert segments(job("parallelism.pipeline_parallel_degree=1")) == {"vision": 1, "language": 1}
 
 
@@ -225,10 +225,10 @@ def test_modules_of_a_v_shaped_schedule_become_one_v_where_that_is_shorter() -> 
     keys = ["model.encoder.num_segments=0", "model.language.num_segments=0", "planner.partition=search"]
     keys += ["planner.hardware=", "planner.memory_limit=", "planner.enable=false"]
     for name, passes in (("ZBV", 2), ("STP", 0)):  # without costs of exchanges, blocks hide none
-        planner = job_planner(config.load("vlm_s.toml", [*keys, f"{SCHEDULE}={name}"]))
-        assert planner.partition.passes == passes
+        made = make_job(config.load("vlm_s.toml", [*keys, f"{SCHEDULE}={name}"]))
+        assert made.partition.passes == passes
         words = r"best of 2 tried: 2 \+ 2: ([0-9.]+) s, chain x 2: ([0-9.]+) s"
-        found = re.search(words, planner.partition_summary)
+        found = re.search(words, made.partition_summary)
         assert found and (float(found[2]) < 0.97 * float(found[1])) == bool(passes)
 
 
@@ -240,11 +240,11 @@ def test_modules_that_are_cut_by_themselves_are_several_vs(job, keys: list[str])
 @pytest.mark.parametrize("keys", [[], ["model.language.num_segments=2"]])
 @pytest.mark.parametrize("how", ["latency", "parameters"])
 def test_a_mixed_chain_of_a_v_shaped_schedule_is_one_v(job, how: str, keys: list[str]) -> None:
-    planner = job_planner(job(f"{SCHEDULE}=STP", f"planner.partition=mixed-{how}", *keys))
-    parts = [(stage.module, stage.segment, stage.pp_rank) for stage in planner.partition.stages]
+    made = make_job(job(f"{SCHEDULE}=STP", f"planner.partition=mixed-{how}", *keys))
+    parts = [(stage.module, stage.segment, stage.pp_rank) for stage in made.partition.stages]
     border = [("vision", 1, 1)] if how == "parameters" else [("language", 0, 1)]  # a part of rank 1 has both modules
     assert parts == [("vision", 0, 0), ("vision", 0, 1), *border, ("language", 1, 1), ("language", 1, 0)]
-    assert "one chain of all modules, 2 on each rank" in planner.partition_summary
+    assert "one chain of all modules, 2 on each rank" in made.partition_summary
 
 
 def test_an_encoder_that_reads_no_images_is_cut_by_the_rule(job) -> None:
@@ -260,10 +260,10 @@ def test_a_limit_that_no_plan_keeps_leaves_the_rule(job) -> None:
 
 def test_the_choice_follows_from_the_config_alone(job, tmp_path) -> None:
     chosen = job()
-    words = job_planner(chosen).partition_summary
-    assert job_planner(job("debug.seed=7", "data.source=elsewhere")).partition_summary == words
-    script = "import sys; from mmtrain.config import config; from mmtrain.simulator.job import job_planner\n"
-    script += "print(job_planner(config.load(sys.argv[1])).partition_summary)"
+    words = make_job(chosen).partition_summary
+    assert make_job(job("debug.seed=7", "data.source=elsewhere")).partition_summary == words
+    script = "import sys; from mmtrain.config import config; from mmtrain.simulator.job import make_job\n"
+    script += "print(make_job(config.load(sys.argv[1])).partition_summary)"
     for seed in ("1", "2"):  # as on other ranks
         answer = subprocess.run(
             [sys.executable, "-c", script, str(tmp_path / "job.toml")],
@@ -288,7 +288,7 @@ def video(*overrides: str) -> Config:
 
 
 def test_a_vae_makes_the_modules_a_chain() -> None:
-    found = job_planner(video(VAE, *OPEN))
+    found = make_job(video(VAE, *OPEN))
     assert found.partition.passes == 1
     assert "partition: one chain of all modules, 1 on each rank, by search" in found.partition_summary
     assert "chain x 1: " in found.partition_summary
@@ -300,14 +300,14 @@ def test_a_vae_makes_the_modules_a_chain() -> None:
     ]
     assert typical.seconds(found.partition) < 0.9 * min(map(typical.seconds, apart))
     # Without it the ranks of separated modules have equal work already.
-    assert job_planner(video(*OPEN)).partition.passes == 0
+    assert make_job(video(*OPEN)).partition.passes == 0
 
 
 def test_a_chain_fits_into_a_limit() -> None:
     limit = "planner.memory_limit=21GiB"
     with pytest.raises(ConfigError, match=r'memory_limit = "21GiB" leaves pp_rank 0 nothing for activations'):
-        job_planner(video(VAE, *OPEN, "planner.partition=mixed-latency", limit))
-    found = job_planner(video(VAE, *OPEN, limit))
+        make_job(video(VAE, *OPEN, "planner.partition=mixed-latency", limit))
+    found = make_job(video(VAE, *OPEN, limit))
     assert found.partition.passes != 1
     assert "by search" in found.partition_summary
 
@@ -315,7 +315,7 @@ def test_a_chain_fits_into_a_limit() -> None:
 def test_a_chain_fits_into_the_device() -> None:
     keys = ("planner.hardware=h800x32", "parallelism.tensor_parallel_degree=4", "planner.enable=false", VAE, *OPEN)
     keys = ("planner.memory_limit=", *keys)
-    found = job_planner(config.load("t2v_l.toml", keys))
+    found = make_job(config.load("t2v_l.toml", keys))
     assert found.partition.passes == 2
     chosen = config.load("t2v_l.toml", [*keys, "planner.partition=mixed-latency"])
     first = partition_of(chosen, found.spec)
@@ -328,9 +328,9 @@ def test_a_chain_fits_into_the_device() -> None:
 
 def test_a_chain_fits_as_the_job_is_planned() -> None:
     # The planner's orders keep a limit, if there is one: the search gives them one.
-    assert job_planner(video(VAE, *OPEN, "planner.enable=true")).partition.passes == 1
+    assert make_job(video(VAE, *OPEN, "planner.enable=true")).partition.passes == 1
     keys = ("parallelism.pipeline_parallel_schedule=GPipe", "activation_checkpoint.mode=none")
-    found = job_planner(video(VAE, *OPEN, *keys))
+    found = make_job(video(VAE, *OPEN, *keys))
     assert found.partition.passes == 0
     assert "20 tried" in found.partition_summary
     assert "inf" not in found.partition_summary
@@ -338,12 +338,12 @@ def test_a_chain_fits_as_the_job_is_planned() -> None:
 
 def test_chains_are_tried_whether_the_memory_is_known_or_not(job) -> None:
     for keys in ([], ["planner.memory_limit=60GiB"], ["planner.memory_limit=90%"]):
-        assert "20 tried" in job_planner(job(*keys)).partition_summary
+        assert "20 tried" in make_job(job(*keys)).partition_summary
 
 
 def test_a_chain_takes_no_more_memory_than_separated_modules_where_it_is_not_known() -> None:
     keys = ("planner.hardware=", VAE, *OPEN)
-    found = job_planner(video(*keys))
+    found = make_job(video(*keys))
     assert found.partition.passes == 0
     assert found.partition_summary.endswith("; chain x 1 takes more memory; chain x 2 takes more memory")
     typical = TypicalIterations.draw(video(*keys), found.spec, found.costs, found.sub_microbatch_size)
@@ -364,22 +364,22 @@ def test_a_chain_takes_no_more_memory_than_separated_modules_where_it_is_not_kno
     ],
 )
 def test_a_job_that_cuts_a_module_has_no_chain(keys: list[str], num_tried: int) -> None:
-    words = job_planner(video(VAE, *OPEN, *keys)).partition_summary
+    words = make_job(video(VAE, *OPEN, *keys)).partition_summary
     assert (f"best of {num_tried} tried" in words) if num_tried else not words
     assert ("chain" in words) == (num_tried == 20)
 
 
 def test_one_module_is_no_chain(job) -> None:
-    assert "best of 4 tried" in job_planner(job("planner.memory_limit=60GiB", text=TEXT)).partition_summary
+    assert "best of 4 tried" in make_job(job("planner.memory_limit=60GiB", text=TEXT)).partition_summary
 
 
 def test_modules_of_few_layers_can_still_be_a_chain(job) -> None:
     keys = ("parallelism.pipeline_parallel_degree=16",)  # 24 layers, 12 of each module
     with pytest.raises(ConfigError, match=r"has 12 layers .*and each chunk needs a layer"):
         partition_of(job(*keys, "planner.partition=dip"), model_spec(job().model, dtype_bytes=4))
-    planner = job_planner(job(*keys))
-    assert planner.partition.passes == 1
-    assert "best of 1 tried: chain x 1" in planner.partition_summary
+    made = make_job(job(*keys))
+    assert made.partition.passes == 1
+    assert "best of 1 tried: chain x 1" in made.partition_summary
 
 
 @pytest.mark.parametrize("schedule", [name for name, known in CATALOGUE.items() if known.placement == "loop"])
@@ -387,10 +387,10 @@ def test_every_schedule_can_be_tried_on_chains(job, schedule: str) -> None:
     keys = ("planner.memory_limit=60GiB", "parallelism.pipeline_parallel_degree=16")
     keys = (*keys, f"parallelism.pipeline_parallel_schedule={schedule}", "planner.enable=true")
     if CATALOGUE[schedule].least_passes == 1:
-        assert job_planner(job(*keys)).partition.passes == 1
+        assert make_job(job(*keys)).partition.passes == 1
     else:  # 24 layers are too few for two passes
         with pytest.raises(ConfigError, match="each chunk needs a layer"):
-            job_planner(job(*keys))
+            make_job(job(*keys))
 
 
 # ---------------------------------------------------------------------------------------------- mixed
@@ -407,20 +407,20 @@ def test_equal_parameters(job) -> None:
     ]
     best = min(max(sum(params[:cut]), sum(params[cut:])) for cut in range(1, len(params)))
     assert max(loads) == best
-    assert "mixed-parameters" in job_planner(chosen).partition_summary
+    assert "mixed-parameters" in make_job(chosen).partition_summary
 
 
 @pytest.mark.parametrize("passes", [1, 2])
 def test_equal_seconds(job, passes: int) -> None:
     chosen = job("planner.partition=mixed-latency", f"model.language.num_segments={passes}")
-    planner = job_planner(chosen)
-    typical = TypicalIterations.draw(chosen, planner.spec, planner.costs, planner.sub_microbatch_size)
+    made = make_job(chosen)
+    typical = TypicalIterations.draw(chosen, made.spec, made.costs, made.sub_microbatch_size)
     of_module = typical.layer_seconds()
-    seconds = [value for module in planner.spec.modules for value in of_module[module.name]]
+    seconds = [value for module in made.spec.modules for value in of_module[module.name]]
     loads = [
         sum(
             sum(of_module[s.module][slice(*s.layers)])
-            for s in planner.partition.stages
+            for s in made.partition.stages
             if (s.pp_rank, s.segment) == (r, p)
         )
         for p in range(passes)
@@ -436,16 +436,16 @@ def test_seconds_of_layers_are_those_that_planning_counts(job) -> None:
         chosen = job(
             f"model.encoder.trainable={frozen}", "planner.partition=dip", "activation_checkpoint.mode=full",
         )  # fmt: skip
-        planner = job_planner(chosen)
-        typical = TypicalIterations.draw(chosen, planner.spec, planner.costs, planner.sub_microbatch_size)
+        made = make_job(chosen)
+        typical = TypicalIterations.draw(chosen, made.spec, made.costs, made.sub_microbatch_size)
         total = sum(map(sum, typical.layer_seconds().values()))
         from mmtrain.planner.problem import make_problem
 
         counted = 0.0
         for batching in typical.batchings:
             problem = make_problem(
-                planner.spec, planner.partition, batching, planner.costs, chosen.planner,
-                memory=planner.memory,
+                made.spec, made.partition, batching, made.costs, chosen.planner,
+                memory=made.memory,
             )  # fmt: skip
             for stage, work in problem.graph.nodes():
                 option = problem.options(stage, work)[0]
@@ -486,6 +486,6 @@ def test_equal_seconds_need_images(job) -> None:
 
 def test_costs_are_those_of_the_chosen_partition(job) -> None:
     chosen = job()
-    planner = job_planner(chosen)
-    choice = choose_partition(chosen, planner.spec, planner.costs, planner.sub_microbatch_size)
-    assert choice.partition == planner.partition
+    made = make_job(chosen)
+    choice = choose_partition(chosen, made.spec, made.costs, made.sub_microbatch_size)
+    assert choice.partition == made.partition

@@ -11,9 +11,9 @@ from benchmarks import cornstarch
 from mmtrain.config import config
 from mmtrain.config.config import Config
 from mmtrain.errors import ConfigError
-from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.job import Job
 from mmtrain.planner.partition.partition import divide_ranks, rank_loads
-from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.job import make_job
 from mmtrain.simulator.typical_iterations import TypicalIterations
 
 COSTS = st.lists(st.integers(1, 9).map(float), min_size=1, max_size=6)
@@ -75,17 +75,17 @@ def job(*overrides: str, name: str = "vlm_s.toml", pp: int = 4) -> Config:
     return config.load(path, [*degrees, *overrides])
 
 
-def ranks_of(planner: IterationPlanner) -> dict[str, list[int]]:
-    return {m.name: [s.pp_rank for s in planner.partition.of_module(m.name)] for m in planner.spec.modules}
+def ranks_of(made: Job) -> dict[str, list[int]]:
+    return {m.name: [s.pp_rank for s in made.partition.of_module(m.name)] for m in made.spec.modules}
 
 
 def test_each_module_has_ranks_of_its_own() -> None:
-    planner = job_planner(job("planner.placement=parallel", "model.encoder.ranks=1"))
-    assert ranks_of(planner) == {"vision": [0], "language": [1, 2, 3]}
-    assert planner.partition.placed == "parallel"
-    assert str(planner.partition) == "1 on 1 + 1 on 3"
-    assert "modules parallel, vision on 1 rank, language on 3 ranks" in planner.partition_summary
-    twice = job_planner(job("planner.placement=colocated", "parallelism.pipeline_parallel_schedule=Interleaved1F1B"))
+    made = make_job(job("planner.placement=parallel", "model.encoder.ranks=1"))
+    assert ranks_of(made) == {"vision": [0], "language": [1, 2, 3]}
+    assert made.partition.placed == "parallel"
+    assert str(made.partition) == "1 on 1 + 1 on 3"
+    assert "modules parallel, vision on 1 rank, language on 3 ranks" in made.partition_summary
+    twice = make_job(job("planner.placement=colocated", "parallelism.pipeline_parallel_schedule=Interleaved1F1B"))
     for ranks in ranks_of(twice).values():
         first, count = ranks[0], len(set(ranks))
         assert ranks == [*range(first, first + count)] * 2
@@ -95,7 +95,7 @@ def test_a_frozen_encoder_gets_fewer_ranks() -> None:
     """Without a backward it computes a third; a trainable one of VLM-S is a part of it all."""
     keys = ("planner.placement=parallel", "planner.hardware=a40")
     trained, frozen = (
-        len(ranks_of(job_planner(job(*keys, *extra, pp=8)))["vision"])
+        len(ranks_of(make_job(job(*keys, *extra, pp=8)))["vision"])
         for extra in ((), ("model.encoder.trainable=false", "model.projector.trainable=false"))
     )
     assert frozen < trained
@@ -106,9 +106,9 @@ def test_the_search_is_no_slower_than_any_placement(schedule: str) -> None:
     keys = ("planner.hardware=a40", f"parallelism.pipeline_parallel_schedule={schedule}")
     seconds = {}
     for how in ("spread", "parallel", "search"):
-        planner = job_planner(chosen := job(*keys, f"planner.placement={how}"))
-        typical = TypicalIterations.draw(chosen, planner.spec, planner.costs, planner.sub_microbatch_size)
-        seconds[how] = typical.seconds(planner.partition)
+        made = make_job(chosen := job(*keys, f"planner.placement={how}"))
+        typical = TypicalIterations.draw(chosen, made.spec, made.costs, made.sub_microbatch_size)
+        seconds[how] = typical.seconds(made.partition)
     assert seconds["search"] <= min(seconds.values()) * 1.005  # of which a segment more has to save
 
 
@@ -138,7 +138,7 @@ def test_the_search_is_no_slower_than_any_placement(schedule: str) -> None:
 )
 def test_placements_that_cannot_be(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        job_planner(job(*overrides))
+        make_job(job(*overrides))
 
 
 @pytest.mark.parametrize(("a", "b"), [(1.0, 1.0), (3.0, 1.0), (1.0, 2.0)])
@@ -172,13 +172,13 @@ def test_frozen_models_of_cornstarch(tmp_path: Path) -> None:
 
 def test_encoders_share_the_first_ranks(tmp_path: Path) -> None:
     """Of a job with two encoders, cut by drawn iterations that have items for both."""
-    colocated = job_planner(cornstarch.job("SSS", tmp_path, pp=6, overrides=["planner.placement=colocated"]))
+    colocated = make_job(cornstarch.job("SSS", tmp_path, pp=6, overrides=["planner.placement=colocated"]))
     ranks = ranks_of(colocated)
     assert ranks["vision"] == ranks["audio"] == [*range(len(ranks["audio"]))]
     assert ranks["language"] == [*range(len(ranks["audio"]), 6)]
     assert "vision and audio on" in colocated.partition_summary
     parallel = ranks_of(
-        job_planner(
+        make_job(
             cornstarch.job(
                 "SSS", tmp_path, pp=6, overrides=["planner.placement=parallel", "model.modules.audio.ranks=2"]
             )
@@ -186,8 +186,8 @@ def test_encoders_share_the_first_ranks(tmp_path: Path) -> None:
     )
     assert len(parallel["audio"]) == 2
     assert sorted(itertools.chain(*parallel.values())) == [*range(6)]
-    searched = job_planner(cornstarch.job("SSS", tmp_path, pp=6, overrides=["planner.placement=search"]))
+    searched = make_job(cornstarch.job("SSS", tmp_path, pp=6, overrides=["planner.placement=search"]))
     assert "by search; simulated iterations of the best of" in searched.partition_summary
     with pytest.raises(ConfigError, match=r"model\.modules\.audio\.ranks = 7: .*audio at least 1 and at most"):
         keys = ["planner.placement=parallel", "model.modules.audio.ranks=7"]
-        job_planner(cornstarch.job("SSS", tmp_path, pp=6, overrides=keys))
+        make_job(cornstarch.job("SSS", tmp_path, pp=6, overrides=keys))

@@ -11,7 +11,7 @@ from mmtrain.errors import ConfigError
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.plan import make_plan
 from mmtrain.schedule.action import Kind
-from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.job import make_job
 from mmtrain.simulator.replicated import held_partition, replicated_choice, rerun
 from mmtrain.simulator.whole_iteration import IterationSimulator
 from tests.jobs import write_config, write_sound_config
@@ -21,7 +21,7 @@ REPLICATED = "planner.placement=replicated"
 
 def planner_of(tmp_path: Path, *overrides: str) -> IterationPlanner:
     job = cornstarch.job("SSS", tmp_path, pp=4, overrides=[REPLICATED, *overrides])
-    return job_planner(job, replicated_choice)
+    return IterationPlanner(make_job(job, replicated_choice))
 
 
 def test_each_stage_takes_its_own_seconds_and_those_of_all_encoders(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_1f1b_takes_what_its_closed_form_says(tmp_path: Path) -> None:
 def test_every_rank_holds_all_encoders(tmp_path: Path) -> None:
     job = cornstarch.job("SSS", tmp_path, pp=4, overrides=[REPLICATED])
     simulator = IterationSimulator.of(job, Machine.of(job).network)
-    parts, spec = simulator.planner.partition, simulator.planner.spec
+    parts, spec = simulator.job.partition, simulator.job.spec
     encoders = sum(spec.module(name).num_params for name in ("vision", "audio"))
     for rank, state in enumerate(simulator.states):
         own = sum(

@@ -22,7 +22,7 @@ from mmtrain.config.model import (
 from mmtrain.config.sections import ParallelismConfig, TrainingConfig
 from mmtrain.errors import ConfigError
 from mmtrain.modality.buckets import most_frames, video_geometry
-from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.job import make_job
 from mmtrain.simulator.shrink import MOST_RANKS, shrink
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.shapes import dit_shape, language_shape
@@ -82,10 +82,10 @@ def job(encoder: str | None = "qwen2_vl_vision", language: str = "qwen2", **sect
 def test_every_family_becomes_small_and_can_be_cut_and_divided(encoder: str | None, language: str) -> None:
     parallelism = ParallelismConfig(pipeline_parallel_degree=2, tensor_parallel_degree=2)
     small = shrink(job(encoder, language, parallelism=parallelism)).config
-    planner = job_planner(small)
+    made = make_job(small)
     big = model_spec(job(encoder, language).model)
-    assert planner.spec.num_params < big.num_params / 10
-    assert [m.name for m in planner.spec.modules] == [m.name for m in big.modules]
+    assert made.spec.num_params < big.num_params / 10
+    assert [m.name for m in made.spec.modules] == [m.name for m in big.modules]
     shape = language_shape(small.model)
     assert shape.num_heads % 2 == shape.num_kv_heads % 2 == shape.mlp_width % 2 == shape.vocab_size % 2 == 0
     assert shape.vocab_size == LANGUAGES[language].get("vocab_size", 152064), "the user's tokenizer must fit"
@@ -131,7 +131,7 @@ def test_modules_are_cut_into_as_many_segments_as_before() -> None:
     assert model.encoder is not None
     model = dataclasses.replace(model, language=dataclasses.replace(model.language, num_segments=3))
     big = job(model=model, parallelism=ParallelismConfig(pipeline_parallel_degree=2))
-    parts, small = job_planner(big).partition, job_planner(shrink(big).config).partition
+    parts, small = make_job(big).partition, make_job(shrink(big).config).partition
     assert len(small.stages) == len(parts.stages)
     assert [stage.module for stage in small.stages] == [stage.module for stage in parts.stages]
 
@@ -146,7 +146,7 @@ def test_a_chain_that_was_found_stays_one() -> None:
     assert big.planner.partition == "search"
     small = shrink(big).config
     assert (small.planner.partition, small.model.language.num_segments) == ("mixed-latency", 1)
-    passes = [job_planner(each).partition.passes for each in (big, small)]
+    passes = [make_job(each).partition.passes for each in (big, small)]
     assert passes == [1, 1]
     assert shrink(small).config.planner == small.planner
 
@@ -159,7 +159,7 @@ def test_layouts_become_balanced_chunks() -> None:
         model=dataclasses.replace(big.model, language=language),
         parallelism=ParallelismConfig(pipeline_parallel_degree=2),
     )
-    assert len(job_planner(shrink(big).config).partition.of_module("language")) == 4
+    assert len(make_job(shrink(big).config).partition.of_module("language")) == 4
 
 
 def test_what_trains_and_what_is_masked_stays() -> None:
@@ -257,11 +257,11 @@ def test_a_dit_becomes_small_and_can_be_cut_and_divided() -> None:
         dit={"patch_size": [1, 4, 2], "cross_attn_norm": False, "eps": 1e-5, "rope_max_seq_len": 99},
     )
     small = shrink(big).config
-    planner = job_planner(small)
-    assert [module.name for module in planner.spec.modules] == ["language", "dit"]
-    assert planner.spec.module("dit").num_params < 300_000
-    assert len(planner.partition.of_module("dit")) == 4
-    assert len(planner.partition.of_module("language")) == 2
+    made = make_job(small)
+    assert [module.name for module in made.spec.modules] == ["language", "dit"]
+    assert made.spec.module("dit").num_params < 300_000
+    assert len(made.partition.of_module("dit")) == 4
+    assert len(made.partition.of_module("language")) == 2
     section, shape = small.model.dit, dit_shape(small.model)
     assert section is not None
     assert (shape.num_heads, shape.width, shape.depth) == (4, 64, 4)
@@ -361,4 +361,4 @@ def test_a_small_model_reads_the_same_features_without_its_source(tmp_path) -> N
 
 def test_a_job_whose_documents_may_be_longer_than_the_window_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"sliding_window = 4096 tokens is below training.seq_len = 8192"):
-        job_planner(job(model=ModelConfig(language=LanguageConfig(config={"model_type": "mistral"}))))
+        make_job(job(model=ModelConfig(language=LanguageConfig(config={"model_type": "mistral"}))))

@@ -383,18 +383,19 @@ def test_clips_are_not_for_other_models(capsys):
 
 def test_a_problem_of_a_text_to_video_job_is_planned(tmp_path, capsys):
     from mmtrain.modality.typical import Bins
-    from mmtrain.simulator.job import job_planner
+    from mmtrain.planner.iteration import IterationPlanner
+    from mmtrain.simulator.job import make_job
     from mmtrain.simulator.workloads import draw
 
     job = t2v_question("training.global_batch_size=6").config
-    planner = job_planner(job)
+    planner = IterationPlanner(make_job(job))
     batching, problem = planner.problem(draw("video_captions", Bins.of(job), seed=0, iteration=0), searched=True)
     problem.write(tmp_path / "problem.json")
     out = tmp_path / "plan.json"
     assert main(["plan", str(tmp_path / "problem.json"), "--out", str(out), "--budget-evaluations", "50"]) == 0
     assert main(["check", str(tmp_path / "problem.json"), str(out)]) == 0
     actions = {(a["op"], a["stage"], a["work"]) for order in json.loads(out.read_text())["orders"] for a in order}
-    dit = [s.index for s in planner.partition.of_module("dit")]
+    dit = [s.index for s in planner.job.partition.of_module("dit")]
     works = [w for w, work in enumerate(batching.works) if batching.modules[work.module] == "dit"]
     assert {("F", stage, work) for stage in dit for work in works} <= actions
     assert "makespan" in capsys.readouterr().out

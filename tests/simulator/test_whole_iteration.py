@@ -9,6 +9,7 @@ from mmtrain.costs.machine import Network, NominalNetwork
 from mmtrain.errors import PlanError
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.modality.typical import Bins
+from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.plan import make_plan
 from mmtrain.schedule.problem import P2P
 from mmtrain.schedule.timeline import Timeline
@@ -29,7 +30,7 @@ def batches(number: int = 1, *overrides: str) -> list[IterationMeta]:
 
 
 def pipeline(sim: IterationSimulator, meta: IterationMeta) -> Timeline:
-    timeline = make_plan(sim.planner.problem(meta)[1], sim.planner.schedule).timeline
+    timeline = make_plan(IterationPlanner(sim.job).problem(meta)[1], sim.job.schedule).timeline
     assert timeline is not None
     return timeline
 
@@ -49,7 +50,7 @@ class Slow:
 
 def test_one_replica_without_fsdp_takes_its_pipeline_and_the_optimizer() -> None:
     sim, (meta,) = simulator(), batches()
-    sim = replace(sim, planner=replace(sim.planner, costs=Slow(sim.planner.costs)))
+    sim = replace(sim, job=replace(sim.job, costs=Slow(sim.job.costs)))
     found, timeline = sim.simulate([meta])
     assert timeline == pipeline(sim, meta)
     assert (found.gather_s, found.reduce_s) == (0, 0)
@@ -65,8 +66,8 @@ def test_one_replica_without_fsdp_takes_its_pipeline_and_the_optimizer() -> None
 def test_model_flops_are_those_of_training() -> None:
     sim, (meta,) = simulator(), batches()
     found, _ = sim.simulate([meta])
-    batching, _ = sim.planner.problem(meta)
-    assert found.flops == sum(part.total for part in sim.planner.flops(batching).values())
+    batching, _ = IterationPlanner(sim.job).problem(meta)
+    assert found.flops == sum(part.total for part in sim.job.flops(batching).values())
 
 
 def test_the_slowest_replica_decides() -> None:
@@ -100,7 +101,7 @@ def test_gradients_are_reduced_when_a_ranks_replicas_have_ended() -> None:
     found, _ = sim.simulate(metas)
     lines = [pipeline(sim, meta) for meta in metas]
     ends = [max(line.of_rank(rank)[-1].end_s for line in lines) for rank in (0, 1)]
-    reduces = [0.25 * len(sim.planner.partition.of_rank(rank)) for rank in (0, 1)]
+    reduces = [0.25 * len(sim.job.partition.of_rank(rank)) for rank in (0, 1)]
     reduced = max(end + reduce for end, reduce in zip(ends, reduces, strict=True))
     assert found.pipeline_s + found.reduce_s == pytest.approx(reduced)
     assert found.iteration_s == pytest.approx(found.gather_s + reduced)
@@ -113,7 +114,7 @@ def test_gathers_wait_as_far_as_the_pipeline_needs_them() -> None:
     line = pipeline(sim, meta)
     delays = []
     for rank in (0, 1):
-        for place, stage in enumerate(sim.planner.partition.of_rank(rank)):
+        for place, stage in enumerate(sim.job.partition.of_rank(rank)):
             first = min(row.start_s for row in line.of_rank(rank) if row.action.stage == stage.index)
             delays.append(0.25 * (place + 1) - first)
     assert found.gather_s == pytest.approx(max(delays))
@@ -129,11 +130,11 @@ def test_memory_is_state_plus_activations_plus_the_block_that_is_recomputed() ->
     recomputed = simulator(full)
     more, less = kept.simulate([meta])[0], recomputed.simulate([meta])[0]
     assert all(a > b for a, b in zip(more.activation_bytes, less.activation_bytes, strict=True))
-    problem = recomputed.planner.problem(meta)[1]
-    spec, batching = recomputed.planner.spec, recomputed.planner.problem(meta)[0]
-    recomputation = recomputed.planner.memory.recomputation(BlockMemory.RECOMPUTE)
+    problem = IterationPlanner(recomputed.job).problem(meta)[1]
+    spec, batching = recomputed.job.spec, IterationPlanner(recomputed.job).problem(meta)[0]
+    recomputation = recomputed.job.memory.recomputation(BlockMemory.RECOMPUTE)
     for work, size in enumerate(batching.sizes):
-        for stage in recomputed.planner.partition.of_module(batching.modules[batching.works[work].module]):
+        for stage in recomputed.job.partition.of_module(batching.modules[batching.works[work].module]):
             layers = spec.module(stage.module).layers[slice(*stage.layers)]
             (option,) = problem.options(stage.index, work)
             assert option.restored_bytes == max(recomputation.peak_bytes(layer, size) for layer in layers) > 0

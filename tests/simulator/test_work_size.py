@@ -4,7 +4,7 @@ from mmtrain.config import config
 from mmtrain.costs.job_costs import cost_model
 from mmtrain.costs.sub_microbatch import Curve
 from mmtrain.modality.typical import Bins, reference_sizes
-from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.job import make_job
 from mmtrain.simulator.work_size import simulated_curve, sub_microbatch_size
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.recomputation import Recomputation
@@ -28,7 +28,7 @@ def test_the_config_decides_where_it_says_a_number():
 
 def test_all_images_are_one_work_where_cutting_is_switched_off():
     assert size("debug_vlm.toml", "planner.sub_microbatch=false") == 0
-    assert job_planner(config.load("debug_vlm.toml", ["planner.sub_microbatch=false"])).sub_microbatch_size == 0
+    assert make_job(config.load("debug_vlm.toml", ["planner.sub_microbatch=false"])).sub_microbatch_size == 0
 
 
 def test_a_text_model_has_no_vision_works():

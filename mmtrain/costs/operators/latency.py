@@ -123,13 +123,15 @@ class _Compiled:
         self._last: tuple[WorkSize, Floats] | None = None
 
     def __call__(self, size: WorkSize) -> Floats:
-        if self._last is None or self._last[0] != size:
-            seconds = self._seconds(values(size))
-            if size.clips > 1 and self._each_clip.any():
-                of_one = self._seconds(values(size, of=size.clips))
-                seconds[self._each_clip] = size.clips * of_one[self._each_clip]
-            self._last = (size, seconds)
-        return self._last[1]
+        last = self._last  # read once: threads share it
+        if last is not None and last[0] == size:
+            return last[1]
+        seconds = self._seconds(values(size))
+        if size.clips > 1 and self._each_clip.any():
+            of_one = self._seconds(values(size, of=size.clips))
+            seconds[self._each_clip] = size.clips * of_one[self._each_clip]
+        self._last = (size, seconds)
+        return seconds
 
     def _seconds(self, at: Coefficients) -> Floats:
         resource_s: Floats = self._rates @ at
@@ -144,11 +146,12 @@ class _Compiled:
     def _product_efficiency(self, at: Coefficients) -> Floats:
         # Remembered, because works of a language model often differ only in their pairs.
         key = at[self._products.depends].tobytes()
-        if key not in self._efficiencies:
+        known = self._efficiencies.get(key)
+        if known is None:
             if len(self._efficiencies) >= _REMEMBERED:
                 self._efficiencies.clear()
-            self._efficiencies[key] = product_efficiency(*self._products(at), self._tiles)
-        return self._efficiencies[key]
+            known = self._efficiencies[key] = product_efficiency(*self._products(at), self._tiles)
+        return known
 
 
 class _Shapes:

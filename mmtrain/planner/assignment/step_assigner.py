@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 
 from mmtrain.config.assignment import AssignmentConfig
 from mmtrain.config.config import Config
-from mmtrain.costs.job_costs import cost_model
 from mmtrain.errors import PlanError
 from mmtrain.modality.metadata import DocumentMeta, IterationMeta, MicrobatchMeta
 from mmtrain.planner.assignment.assign import assign
 from mmtrain.planner.assignment.assignment import AssignedMicrobatch, Assignment, language_samples
 from mmtrain.planner.assignment.sample_costs import SamplePricer
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.plan_choice import search_options
+from mmtrain.planner.job import Job
 from mmtrain.planner.search.search import shortest_s
+from mmtrain.planner.search_settings import search_options
 
 JUDGED = 30
 """Evaluations of the search that judges an assignment. They take less than half of the time of a plan of `interleave`,
@@ -40,17 +40,16 @@ class StepAssigner:
     """Of the job."""
 
     @classmethod
-    def of(cls, config: Config, planner: IterationPlanner) -> "StepAssigner | None":
+    def of(cls, config: Config, job: Job) -> "StepAssigner | None":
         """That of a job; None: the first microbatch with room has each sample."""
         if not config.assignment.assigns:
             return None
-        costs = cost_model(config, planner.spec)  # of its own, as they cache results and planning has another thread
         section = config.planner
-        if section.memory_limit and planner.activation_limits is None:  # of a device that other processes may not have
+        if section.memory_limit and job.activation_limits is None:  # of a device that other processes may not have
             section = replace(section, memory_limit="", split_backward=False)  # Ws that wait would hold too much
         return cls(
             section=config.assignment,
-            planner=replace(planner, section=section, costs=costs, widest_limits=None),
+            planner=IterationPlanner(replace(job, section=section)),
             pricer=SamplePricer.of(config),
             num_replicas=config.parallelism.mesh_shape.dp,
             seed=config.debug.seed,
@@ -73,7 +72,7 @@ class StepAssigner:
             defer=section.defer,
             fewer_microbatches=section.fewer_microbatches,
             levels=section.levels,
-            num_ranks=self.planner.partition.num_ranks,
+            num_ranks=self.planner.job.partition.num_ranks,
             judge=judge if section.policy == "balanced" else None,
             evaluations=section.evaluations * self.num_replicas,
             seed=self.seed,
@@ -82,16 +81,15 @@ class StepAssigner:
     def makespan_s(self, meta: IterationMeta) -> float:
         """Seconds of one replica's batch: those of a short search where plans are searched, else of the job's schedule;
         infinite: no plan fits, or a recipe gets stuck."""
-        planner, section = self.planner, self.planner.section
+        planner, section = self.planner, self.planner.job.section
         try:
             if section.enable and section.interleave:
                 options = search_options(section, seed=0, threads=1)
                 options = replace(options, budget_evaluations=JUDGED, budget_s=0.0)
                 return shortest_s(planner.problem(meta, searched=True)[1], options)
-            timeline = planner.first(planner.prepare(meta)).timeline
+            return planner.prepare(meta).first.makespan_s
         except PlanError:
             return math.inf
-        return math.inf if timeline is None else timeline.makespan_s
 
     def reassigned(self, metas: Sequence[IterationMeta]) -> list[IterationMeta]:
         """The batches of replicas with all of their documents assigned anew. Args: metas: [replica] -> its batch."""

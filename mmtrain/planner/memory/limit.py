@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mmtrain.config.config import Config
-from mmtrain.config.memory_amount import MemoryAmount, show_gib
+from mmtrain.config.memory_amount import MemoryAmount, show_bytes, show_gib
+from mmtrain.config.sections import PlannerConfig
 from mmtrain.costs.operators.cluster import Cluster
 from mmtrain.errors import ConfigError
 from mmtrain.planner.memory.rank_state import RankState, Sharding
@@ -323,3 +324,22 @@ def least_activation_bytes(problem: PlanningProblem) -> tuple[float, ...]:
     for key in (*kept_bytes, *passing_bytes):
         needed_bytes[key[1]] = max(needed_bytes[key[1]], kept_bytes[key], passing_bytes[key])
     return tuple(map(operator.add, needed_bytes, restored_bytes))
+
+
+def too_tight(problem: PlanningProblem, section: PlannerConfig) -> str:
+    """The error message of a memory limit that leaves a rank less than one microbatch takes; empty if none does."""
+    needed = least_activation_bytes(problem)
+    for rank, (least_bytes, limit) in enumerate(zip(needed, problem.memory_limit_bytes, strict=True)):
+        if limit is not None and exceeds(least_bytes, limit):
+            key, remedies = f'planner.memory_limit = "{section.memory_limit}"', ["lower planner.memory_margin"]
+            if not section.memory_limit:
+                key, remedies = f"planner.activation_memory_gib = {section.activation_memory_gib:g}", []
+            if all(len(options) == 1 for options in problem.costs):
+                remedies.append("recompute more (activation_checkpoint.mode)")
+            advice = ", ".join(["raise it", *remedies])
+            return (
+                "over the memory limit: the activations of one microbatch take at least "
+                f"{show_bytes(least_bytes)} on pp_rank {rank}, but {key} leaves them {show_bytes(limit)}; "
+                f"{advice}, or make microbatches smaller (training.seq_len, for clips data.max_total_seconds)"
+            )
+    return ""

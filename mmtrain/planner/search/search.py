@@ -25,7 +25,8 @@ import numpy as np
 from mmtrain.costs.noise import EXACT, Factors, Noise
 from mmtrain.errors import PlanError
 from mmtrain.planner.bound import lower_bound_s
-from mmtrain.planner.plan import PlanResult, make_plan
+from mmtrain.planner.result import PlanResult
+from mmtrain.planner.scheduled import scheduled
 from mmtrain.planner.search.chains import AnnealChain, Chain, DepthFirstChain, RandomChain, Start, TreeChain
 from mmtrain.planner.search.evaluate import LAST_ITERATIONS, cost_of, evaluate, fit_memory, join
 from mmtrain.planner.search.instance import NO_DRAWS, Searched
@@ -42,7 +43,6 @@ from mmtrain.schedule.limits import THREADS
 from mmtrain.schedule.passes.braid import braid
 from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.problem import P2P, Option, PlanningProblem
-from mmtrain.schedule.simulate import simulate
 
 if TYPE_CHECKING:  # a search needs no config, whose import takes as long as the rest of the planner
     from mmtrain.config.sections import Strategy
@@ -129,16 +129,16 @@ def search(
         return _unsearched(problem, options)
     _check_budget(options)
     found, stp = _search_twice(problem, options, cancelled), _stp(problem, options)
-    if stp is None or _cost_s(found) <= _cost_s(stp):
+    if stp is None or found.cost_s <= stp.cost_s:
         return found
     return replace(stp, evaluations=found.evaluations + 1, seed=found.seed)
 
 
 def _unsearched(problem: PlanningProblem, options: SearchOptions) -> PlanResult:
     """The plan of `interleave`, with memory options chosen if a limit may bind."""
-    result = make_plan(problem, _greedy(options.braid))
+    result = scheduled(problem, _greedy(options.braid))
     if options.memory:
-        result = with_options_chosen(problem, result, braid=options.braid)
+        result = with_options_chosen(result, braid=options.braid)
     return replace(result, seed=options.seed)
 
 
@@ -146,7 +146,7 @@ def _greedy(braid: bool) -> Schedule:
     return CATALOGUE["interleave"].braided() if braid else CATALOGUE["interleave"]
 
 
-def with_options_chosen(problem: PlanningProblem, made: PlanResult, *, braid: bool = False) -> PlanResult:
+def with_options_chosen(made: PlanResult, *, braid: bool = False) -> PlanResult:
     """The result of a schedule, or a shorter plan if a limit may bind: a few that take some tenths of a second.
 
     Two ways admit more microbatches than the fastest options let in: the sweep's decoders, with whole backwards on the
@@ -155,25 +155,25 @@ def with_options_chosen(problem: PlanningProblem, made: PlanResult, *, braid: bo
 
     Args: made: the result of a schedule that keeps limits.
     """
-    if not may_bind(problem, made):
+    if not may_bind(made):
         return made
+    problem, message = made.problem, "the order of arrival, with memory options chosen for it"
     plans = [plan for plan in (_decoded(problem, braid), _lean(problem, braid)) if plan is not None]
-    message = "the order of arrival, with memory options chosen for it"
-    results = (PlanResult(status="first", message=message, plan=p, timeline=simulate(problem, p)) for p in plans)
-    return min([made, *results], key=makespan_s)
+    results = (PlanResult(problem=problem, status="first", message=message, plan_or_none=plan) for plan in plans)
+    return min([made, *results], key=lambda result: result.makespan_s)
 
 
-def may_bind(problem: PlanningProblem, made: PlanResult) -> bool:
+def may_bind(made: PlanResult) -> bool:
     """Whether works have several memory options, and a limit forbids a schedule's plan or may have changed it.
 
     A limit with room for two microbatches more than the plan ever holds has delayed no forward.
 
     Args: made: the result of the schedule.
     """
-    limits = problem.memory_limit_bytes
+    problem, limits = made.problem, made.problem.memory_limit_bytes
     if all(limit is None for limit in limits) or all(len(options) == 1 for options in problem.costs):
         return False
-    if made.timeline is None:
+    if not made.has_plan:
         return True
     rows = zip(limits, made.timeline.peak_bytes, rank_footprints(problem, 0.0), strict=True)
     return any(limit is not None and peak + 2 * largest > limit for limit, peak, largest in rows)
@@ -209,7 +209,7 @@ def _stp(problem: PlanningProblem, options: SearchOptions) -> PlanResult | None:
     if not options.braid or not options.split or options.noise != EXACT or v_chunks(problem.graph) is None:
         return None
     try:
-        return make_plan(problem, "STP")
+        return scheduled(problem, "STP")
     except PlanError:
         return None
 
@@ -223,7 +223,7 @@ def _search_twice(problem: PlanningProblem, options: SearchOptions, cancelled: C
     share = replace(options, budget_evaluations=-(-options.budget_evaluations // 2), budget_s=options.budget_s / 2)
     lean, original = kept
     first = _search(lean, share, cancelled)
-    if first.plan is not None:
+    if first.has_plan:
         position = problem.graph.position
         back = {
             (stage, work): original[problem.cost_index[work][position[stage]]][option]
@@ -231,25 +231,15 @@ def _search_twice(problem: PlanningProblem, options: SearchOptions, cancelled: C
         }
         plan = Plan(problem.graph, first.plan.orders, {node: option for node, option in back.items() if option})
         check(plan, problem)
-        first = replace(first, plan=plan)
-        assert first.timeline is not None
-        if options.noise == EXACT and first.timeline.makespan_s <= lower_bound_s(problem) * (1 + 1e-9):
+        first = replace(first, problem=problem, plan_or_none=plan)
+        if options.noise == EXACT and first.makespan_s <= lower_bound_s(problem) * (1 + 1e-9):
             return first
     second = _search(problem, share, cancelled)
-    best = min((first, second), key=_cost_s)
-    best = second if best.plan is None else best
+    best = min((first, second), key=lambda result: result.cost_s)
+    best = best if best.has_plan else second
     evaluations = first.evaluations + second.evaluations
     message = best.message.replace(f"best of {best.evaluations} ", f"best of {evaluations} ", 1)
     return replace(best, evaluations=evaluations, message=message)
-
-
-def _cost_s(result: PlanResult) -> float:
-    return makespan_s(result) if result.expected_s is None else result.expected_s
-
-
-def makespan_s(result: PlanResult) -> float:
-    """Seconds of the plan; infinite: there is none."""
-    return math.inf if result.timeline is None else result.timeline.makespan_s
 
 
 def _without_restoring(problem: PlanningProblem) -> tuple[PlanningProblem, list[list[int]]] | None:
@@ -274,7 +264,7 @@ def shortest_s(problem: PlanningProblem, options: SearchOptions) -> float:
     Raises: PlanError: no budget.
     """
     if options.strategy == "first" or not HAS_NUMBA or not problem.graph.has_any_backward:
-        return _cost_s(_unsearched(problem, options))
+        return _unsearched(problem, options).cost_s
     _check_budget(options)
     kept = _without_restoring(problem) if options.memory else None
     if kept is not None:
@@ -302,22 +292,22 @@ def _search(problem: PlanningProblem, options: SearchOptions, cancelled: Callabl
     try:
         only = None if options.memory else choose_options(problem, components(problem.graph))
     except PlanError as error:
-        return PlanResult(status="infeasible", message=str(error), seed=options.seed)
+        return PlanResult(problem=problem, status="infeasible", message=str(error), seed=options.seed)
     run = _Search(problem, options, only, cancelled)
     why = run.run()
     plan = run.plan()
     if plan is None:
         return replace(_unsearched(problem, options), evaluations=run.evaluations + 1)
-    timeline = simulate(problem, plan)
-    return PlanResult(
-        status="optimal" if timeline.makespan_s <= run.bound_s * (1 + 1e-9) else "improved",
+    result = PlanResult(
+        problem=problem,
+        status="improved",
         message=f"best of {run.evaluations} plans tried, {why}",
-        plan=plan,
-        timeline=timeline,
+        plan_or_none=plan,
         expected_s=None if options.noise == EXACT else run.cost_s,
         evaluations=run.evaluations,
         seed=options.seed,
     )
+    return replace(result, status="optimal") if result.makespan_s <= run.bound_s * (1 + 1e-9) else result
 
 
 def warm() -> None:

@@ -13,9 +13,10 @@ from mmtrain.costs.overheads import charged
 from mmtrain.costs.profile.fits import SizeFit, fit_sizes
 from mmtrain.costs.profile.profile import Profile, TransferProfile, check_fits
 from mmtrain.errors import ConfigError, PlanError
+from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.problem import P2P
-from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.job import make_job
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.recomputation import Recomputation
 from mmtrain.spec.spec import WorkSize, documents_work
@@ -137,11 +138,11 @@ def test_a_job_is_planned_with_its_profile(tmp_path: Path):
     path = tmp_path / "profile.json"
     profile_of(config, spec, FLOPS, transfer=transfer).write(path)
     planned, _ = job("debug_vlm.toml", f'--planner.profile="{path}"')
-    planner = job_planner(planned)
-    assert isinstance(planner.costs, MeasuredCosts)
+    planner = IterationPlanner(make_job(planned))
+    assert isinstance(planner.job.costs, MeasuredCosts)
     _, problem = planner.problem(META)
-    plain = job_planner(config)
-    _, flops = replace(plain, costs=FLOPS).problem(META)
+    plain = make_job(config)
+    _, flops = IterationPlanner(replace(plain, costs=FLOPS)).problem(META)
     paid = charged(flops, OVERHEADS)
     for stage, work in problem.graph.nodes():
         ours, theirs = problem.options(stage, work)[0], paid.options(stage, work)[0]

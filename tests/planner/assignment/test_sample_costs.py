@@ -10,7 +10,8 @@ from mmtrain.config import config
 from mmtrain.errors import ConfigError, PlanError
 from mmtrain.modality.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
 from mmtrain.planner.assignment.sample_costs import SampleCosts, SamplePricer
-from mmtrain.simulator.job import job_planner
+from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.simulator.job import make_job
 
 OPTIONS = (
     [],
@@ -31,7 +32,7 @@ def test_equal_samples_share_the_seconds_of_their_microbatch(overrides, images):
     job = config.load(
         "debug_vlm.toml", ["model.encoder.sub_microbatch_size=0", "planner.sub_microbatch=false", *overrides]
     )
-    pricer, planner = SamplePricer.of(job), job_planner(job)
+    pricer, planner = SamplePricer.of(job), IterationPlanner(make_job(job))
     sample = document(0, images)
     copies = job.training.seq_len // sample.num_tokens
     microbatch = MicrobatchMeta(documents=tuple(document(i, images) for i in range(copies)))

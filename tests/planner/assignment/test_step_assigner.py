@@ -6,9 +6,10 @@ from dataclasses import replace
 from mmtrain.config import config
 from mmtrain.modality.typical import Bins
 from mmtrain.planner.assignment.step_assigner import StepAssigner
+from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.plan import make_plan
 from mmtrain.planner.search.search import SearchOptions, search
-from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.job import make_job
 from mmtrain.simulator.workloads import draw
 
 JOB = ["training.global_batch_size=8", "parallelism.pipeline_parallel_degree=4", "assignment.policy=balanced"]
@@ -18,10 +19,10 @@ SEARCHED = ["planner.enable=true", "planner.budget_evaluations=300"]
 def judged(*keys):
     """(planner, batch, its judged seconds)."""
     job = config.load("vlm_s.toml", ["planner.hardware=h800x16", "planner.memory_limit=", *JOB, *keys])
-    planner, meta = job_planner(job), draw("mix", Bins.of(job), seed=0, iteration=0)
-    assigner = StepAssigner.of(job, planner)
+    made, meta = make_job(job), draw("mix", Bins.of(job), seed=0, iteration=0)
+    assigner = StepAssigner.of(job, made)
     assert assigner is not None
-    return planner, meta, assigner.makespan_s(meta)
+    return IterationPlanner(made), meta, assigner.makespan_s(meta)
 
 
 def test_a_batch_takes_as_long_as_a_short_search_finds():
@@ -45,7 +46,7 @@ def test_with_a_device_of_unknown_memory_no_plan_holds_weight_gradients_back():
     """Its plans would hold more than any device, and look shorter than those that the job can have."""
     job = config.load("vlm_s.toml", [*JOB, *SEARCHED, "planner.memory_limit=92%"])
     assert not job.planner.hardware
-    assigner = StepAssigner.of(job, job_planner(job))
-    section = assigner.planner.section
+    assigner = StepAssigner.of(job, make_job(job))
+    section = assigner.planner.job.section
     assert section == replace(job.planner, memory_limit="", split_backward=False)
     assert assigner.makespan_s(draw("mix", Bins.of(job), seed=0, iteration=0)) < math.inf

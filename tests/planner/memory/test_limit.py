@@ -12,9 +12,10 @@ from mmtrain.commands.cli import main
 from mmtrain.config import config
 from mmtrain.config.memory_amount import MemoryAmount, show_bytes, show_gib
 from mmtrain.errors import ConfigError, PlanError
+from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.memory.limit import BudgetHistory, MemoryBudget, MemoryRule, least_activation_bytes
 from mmtrain.planner.plan import make_plan
-from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.job import make_job
 from tests.examples import examples
 from tests.schedule.problems import chain, option, problems
 
@@ -27,17 +28,17 @@ NOTHING = (0.0, 0.0)
 def budget(*overrides: str, device_bytes: float | None = None, process_bytes: float = 0.0) -> MemoryBudget:
     """That of the debug job."""
     job = config.load("debug_vlm.toml", overrides)
-    planner = job_planner(config.load("debug_vlm.toml"))
-    return MemoryRule.of(job, device_bytes).budget(planner.spec, planner.partition, process_bytes)
+    made = make_job(config.load("debug_vlm.toml"))
+    return MemoryRule.of(job, device_bytes).budget(made.spec, made.partition, process_bytes)
 
 
 def count(pp_rank: int) -> int:
     """Parameters of a pipeline rank."""
-    planner = job_planner(config.load("debug_vlm.toml"))
+    made = make_job(config.load("debug_vlm.toml"))
     return sum(
         layer.num_params
-        for stage in planner.partition.of_rank(pp_rank)
-        for layer in planner.spec.module(stage.module).layers[slice(*stage.layers)]
+        for stage in made.partition.of_rank(pp_rank)
+        for layer in made.spec.module(stage.module).layers[slice(*stage.layers)]
     )
 
 
@@ -202,7 +203,7 @@ def test_a_device_of_known_hardware_is_a_limit_for_those_who_ask():
 
 def test_a_part_of_hardware_is_known_before_the_job_starts():
     job = config.load("debug_vlm.toml", ["planner.memory_limit=90%", "planner.hardware=a40x2"])
-    limits = job_planner(job).activation_limits
+    limits = make_job(job).activation_limits
     assert limits is not None
     assert MemoryRule.of(job).limit_bytes == pytest.approx(0.9 * 48e9)
     assert limits[0] == pytest.approx(0.9 * 0.95 * 48e9 - 16 * count(0))
@@ -228,16 +229,16 @@ def meta():
 
 
 def test_problems_have_the_limits():
-    planner = job_planner(config.load("debug_vlm.toml", ["planner.memory_limit=1GiB"]))
-    assert planner.problem(meta())[1].memory_limit_bytes == planner.activation_limits
-    assert planner.with_limits((1.0, None)).problem(meta())[1].memory_limit_bytes == (1.0, None)
-    free = job_planner(config.load("debug_vlm.toml"))
-    assert free.activation_limits is None
+    planner = IterationPlanner(make_job(config.load("debug_vlm.toml", ["planner.memory_limit=1GiB"])))
+    assert planner.problem(meta())[1].memory_limit_bytes == planner.job.activation_limits
+    assert IterationPlanner(planner.job, (1.0, None)).problem(meta())[1].memory_limit_bytes == (1.0, None)
+    free = IterationPlanner(make_job(config.load("debug_vlm.toml")))
+    assert free.job.activation_limits is None
     assert free.problem(meta())[1].memory_limit_bytes == (None, None)
 
 
 def test_a_part_of_an_unknown_device_is_refused_where_it_would_be_ignored():
-    planner = job_planner(config.load("debug_vlm.toml", ["planner.memory_limit=90%"]))
+    planner = IterationPlanner(make_job(config.load("debug_vlm.toml", ["planner.memory_limit=90%"])))
     with pytest.raises(ConfigError, match=r'memory_limit = "90%" is a part of a device whose memory is not known here'):
         planner.problem(meta())
 
@@ -323,7 +324,7 @@ def test_a_margin_leaves_room_for_reduced_gradients():
 @given(problem=problems(), data=st.data())
 def test_with_the_least_bytes_there_is_a_plan_and_with_less_there_is_none(problem, data):
     least = least_activation_bytes(problem)
-    assert make_plan(dataclasses.replace(problem, memory_limit_bytes=least), "interleave").plan is not None
+    assert make_plan(dataclasses.replace(problem, memory_limit_bytes=least), "interleave").has_plan
     rank = data.draw(st.integers(0, problem.graph.num_ranks - 1))
     if least[rank] > 0:
         less = (*least[:rank], 0.99 * least[rank], *least[rank + 1 :])
@@ -337,11 +338,11 @@ def test_what_a_backward_brings_back_needs_room_too():
 
 
 def test_a_batch_that_does_not_fit_beside_grown_margins_is_planned_without_them():
-    planner = job_planner(config.load("debug_vlm.toml", ["planner.memory_limit=1GiB"]))
+    planner = IterationPlanner(make_job(config.load("debug_vlm.toml", ["planner.memory_limit=1GiB"])))
     least = least_activation_bytes(planner.problem(meta(), searched=True)[1])
     tight, wide = [0.9 * needed for needed in least], [1.1 * needed for needed in least]
-    iteration, first = planner.with_limits(tight).prepared(meta(), searched=True)
-    assert first.plan is None
+    first = IterationPlanner(planner.job, tight).prepare(meta(), searched=True).first
+    assert not first.has_plan
     assert re.fullmatch(
         r"over the memory limit: the activations of one microbatch take at least 3\.\d\d MiB on pp_rank 0, but "
         r'planner\.memory_limit = "1GiB" leaves them 2\.\d\d MiB; raise it, lower planner\.memory_margin, or make '
@@ -349,12 +350,12 @@ def test_a_batch_that_does_not_fit_beside_grown_margins_is_planned_without_them(
         first.message,
     ), first.message
     with pytest.raises(PlanError, match="over the memory limit"):
-        planner.with_limits(tight).plan(meta())
-    iteration, first = planner.with_limits(tight, wide).prepared(meta(), searched=True)
-    assert first.plan is not None
+        IterationPlanner(planner.job, tight).plan(meta())
+    iteration = IterationPlanner(planner.job, tight, wide).prepare(meta(), searched=True)
+    assert iteration.first.has_plan
     assert iteration.problem.memory_limit_bytes == tuple(wide)
-    roomy = planner.with_limits(wide, [9 * limit for limit in wide])
-    assert roomy.prepared(meta(), searched=True)[0].problem.memory_limit_bytes == tuple(wide)
+    roomy = IterationPlanner(planner.job, wide, [9 * limit for limit in wide])
+    assert roomy.prepare(meta(), searched=True).problem.memory_limit_bytes == tuple(wide)
 
 
 def test_a_resumed_run_goes_on_with_margins_and_process():
@@ -384,11 +385,11 @@ def test_the_partition_search_knows_the_limit():
     """Candidates whose parameters alone are over the limit have no plan."""
     from mmtrain.simulator.typical_iterations import TypicalIterations
 
-    planner = job_planner(config.load("debug_vlm.toml"))
+    made = make_job(config.load("debug_vlm.toml"))
     for text, finite in (("8MB", False), ("1GiB", True)):
         job = config.load("debug_vlm.toml", [f"planner.memory_limit={text}"])
-        typical = TypicalIterations.draw(job, planner.spec, planner.costs, 8, most_microbatches=2)
-        assert math.isfinite(typical.seconds(planner.partition)) == finite
+        typical = TypicalIterations.draw(job, made.spec, made.costs, 8, most_microbatches=2)
+        assert math.isfinite(typical.seconds(made.partition)) == finite
 
 
 def test_a_limit_that_neither_orders_nor_options_can_keep_is_refused() -> None:

@@ -14,6 +14,7 @@ from mmtrain.errors import PlanError
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.modality.typical import Bins
 from mmtrain.planner.batching import make_batching
+from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.memory.options import (
     CANDIDATES,
     BlockKind,
@@ -30,7 +31,7 @@ from mmtrain.planner.search.search import SearchOptions, search
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.plan import check
 from mmtrain.schedule.problem import Option, PlanningProblem
-from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.job import make_job
 from mmtrain.simulator.workloads import draw
 from mmtrain.spec.memory_strategies import BlockMemory, StageMemory, strategies_of
 from mmtrain.spec.spec import WorkSize
@@ -218,14 +219,12 @@ def test_where_all_can_be_kept_it_is() -> None:
     """Room for what recomputation would bring back must not cost a plan that recomputes nothing."""
     job = config.load("debug_vlm.toml", ["--training.global_batch_size=8"])
     meta = draw("mix", Bins.typical(job), seed=0, iteration=0)
-    planner = replace(job_planner(job), section=replace(job.planner, split_backward=False))
-    free = planner.first(planner.prepare(meta, searched=True))
-    assert free.timeline is not None
+    planner = IterationPlanner(replace(make_job(job), section=replace(job.planner, split_backward=False)))
+    free = planner.prepare(meta, searched=True).first
     for names in (("keep",), ("keep", "selective", "recompute"), ("keep", "recompute", "offload")):
-        limited = replace(planner, memory=planned(*names)).with_limits(free.timeline.peak_bytes)
+        limited = IterationPlanner(replace(planner.job, memory=planned(*names)), free.timeline.peak_bytes)
         problem = limited.problem(meta, searched=True)[1]
         result = search(problem, SearchOptions(budget_evaluations=200))
-        assert result.timeline is not None and result.plan is not None
         assert result.timeline.makespan_s <= free.timeline.makespan_s * (1 + 1e-9), names
         check(result.plan, problem)
         assert result.evaluations <= 210
@@ -262,14 +261,12 @@ def test_the_first_plan_of_any_schedule_fits_if_its_orders_can() -> None:
     base = ["planner.enable=true", "parallelism.pipeline_parallel_schedule=1F1B", "training.global_batch_size=8"]
     job = config.load("debug_vlm.toml", [f"--{key}" for key in base])
     meta = draw("mix", Bins.typical(job), seed=0, iteration=0)
-    planner = job_planner(job)
-    free = planner.first(planner.prepare(meta, searched=True))
-    assert free.timeline is not None
+    planner = IterationPlanner(make_job(job))
+    free = planner.prepare(meta, searched=True).first
     limits = [0.8 * peak for peak in free.timeline.peak_bytes]
-    limited = planner.with_limits(limits)
+    limited = IterationPlanner(planner.job, limits)
     iteration = limited.prepare(meta, searched=True)
-    found = limited.first(iteration)
-    assert found.plan is not None and found.timeline is not None and free.plan is not None
+    found = iteration.first
     assert found.plan.orders == free.plan.orders
     assert "memory options chosen" in found.message
     assert all(peak <= limit for peak, limit in zip(found.timeline.peak_bytes, limits, strict=True))
@@ -278,14 +275,12 @@ def test_the_first_plan_of_any_schedule_fits_if_its_orders_can() -> None:
     assert program.hash != planner.finish(planner.prepare(meta, searched=True), free).program.hash
     # Without a choice the schedule's own plan is over the limit. Where the planner may not make the orders, it says so;
     # else the first plan is of a schedule that keeps limits, since a search that is late must not end a job.
-    fixed = replace(limited, memory=limited.memory.fixed)
-    iteration = fixed.prepare(meta, searched=True)
-    bounded = fixed.first(iteration)
-    assert bounded.timeline is not None
+    fixed = replace(limited.job, memory=limited.job.memory.fixed)
+    bounded = IterationPlanner(fixed, limits).prepare(meta, searched=True).first
     assert bounded.message.startswith("the order of schedule interleave, since there is no other: ")
     assert all(peak <= limit for peak, limit in zip(bounded.timeline.peak_bytes, limits, strict=True))
     given = replace(fixed, section=replace(fixed.section, interleave=False))
-    assert given.first(iteration).status == "infeasible"
+    assert IterationPlanner(given, limits).prepare(meta, searched=True).first.status == "infeasible"
 
 
 @pytest.mark.parametrize("share", [0.75, 0.5])
@@ -293,19 +288,15 @@ def test_a_strategy_more_never_makes_a_limit_impossible(share: float) -> None:
     """Three offloaded blocks come back at once: here that is more than the limit, and more than recomputing needs."""
     job = config.load("debug_vlm.toml", ["--planner.enable=true"])
     meta = draw("mix", Bins.typical(job), seed=0, iteration=0)
-    planner = job_planner(job)
-    free = planner.first(planner.prepare(meta, searched=True))
-    assert free.timeline is not None
+    planner = IterationPlanner(make_job(job))
+    free = planner.prepare(meta, searched=True).first
     limits = [share * max(free.timeline.peak_bytes)] * 2
-    found = {}
     for more in ((), ("offload",)):
-        limited = replace(planner.with_limits(limits), memory=planned("keep", "selective", "recompute", *more))
-        iteration = limited.prepare(meta, searched=True)
-        found[more] = limited.first(iteration)
-        assert found[more].plan is not None
+        job_with_more = replace(planner.job, memory=planned("keep", "selective", "recompute", *more))
+        iteration = IterationPlanner(job_with_more, limits).prepare(meta, searched=True)
+        assert iteration.first.has_plan
     assert all("offload" not in option.name for options in iteration.problem.costs for option in options)
-    roomy = replace(planner.with_limits([1e9] * 2), memory=planned("keep", "selective", "recompute", "offload"))
-    problem = roomy.prepare(meta, searched=True).problem
+    problem = IterationPlanner(job_with_more, [1e9] * 2).prepare(meta, searched=True).problem
     assert any("offload" in option.name for options in problem.costs for option in options)
 
 

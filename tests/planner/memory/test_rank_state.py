@@ -2,42 +2,42 @@ import pytest
 
 from mmtrain.config import config
 from mmtrain.costs.machine import NominalNetwork
-from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.job import Job
 from mmtrain.planner.memory.rank_state import RankState, Sharding
 from mmtrain.schedule.problem import P2P
-from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.job import make_job
 
 NETWORK = NominalNetwork(p2p=P2P(latency_s=0.5, bytes_per_s=1e6))
 
 
-def held(*overrides: str, pp_rank: int = 0) -> tuple[RankState, Sharding, IterationPlanner]:
+def held(*overrides: str, pp_rank: int = 0) -> tuple[RankState, Sharding, Job]:
     """What a pipeline rank of the debug job holds. Args: overrides: of [parallelism], or of a section that is named."""
     job = config.load("debug_vlm.toml", [o if "." in o else f"parallelism.{o}" for o in overrides])
-    planner, sharding = job_planner(job), Sharding.of(job)
-    return sharding.rank_state(planner.spec, planner.partition, pp_rank), sharding, planner
+    made, sharding = make_job(job), Sharding.of(job)
+    return sharding.rank_state(made.spec, made.partition, pp_rank), sharding, made
 
 
-def params(planner: IterationPlanner, pp_rank: int, module: str | None = None) -> int:
+def params(made: Job, pp_rank: int, module: str | None = None) -> int:
     return sum(
         layer.num_params
-        for stage in planner.partition.of_rank(pp_rank)
+        for stage in made.partition.of_rank(pp_rank)
         if module in (None, stage.module)
-        for layer in planner.spec.module(stage.module).layers[slice(*stage.layers)]
+        for layer in made.spec.module(stage.module).layers[slice(*stage.layers)]
     )
 
 
 @pytest.mark.parametrize("pp_rank", [0, 1])
 def test_without_fsdp_a_parameter_takes_16_bytes(pp_rank: int) -> None:
-    state, _, planner = held(pp_rank=pp_rank)
-    count = params(planner, pp_rank)
+    state, _, made = held(pp_rank=pp_rank)
+    count = params(made, pp_rank)
     assert (state.param_bytes, state.grad_bytes, state.optimizer_bytes) == (4 * count, 4 * count, 8 * count)
     assert state.updated_params == count
     assert state.peak_bytes(7.0) == 16 * count + 7
 
 
 def test_fsdp_shards_what_rests_and_gathers_what_computes() -> None:
-    state, _, planner = held("data_parallel_shard_degree=4", "training.mixed_precision_param=bfloat16")
-    count = params(planner, 0)
+    state, _, made = held("data_parallel_shard_degree=4", "training.mixed_precision_param=bfloat16")
+    count = params(made, 0)
     assert state.param_bytes == count * (4 / 4 + 2)
     assert state.grad_bytes == 4 * count  # whole until the reduction
     assert state.optimizer_bytes == 8 * count / 4
@@ -48,45 +48,45 @@ def test_fsdp_shards_what_rests_and_gathers_what_computes() -> None:
 
 
 def test_replicas_hold_copies_and_context_ranks_hold_shards() -> None:
-    copies, _, planner = held("data_parallel_replicate_degree=2")
-    assert copies.updated_params == params(planner, 0)
+    copies, _, made = held("data_parallel_replicate_degree=2")
+    assert copies.updated_params == params(made, 0)
     context, _, _ = held("context_parallel_degree=2")
-    assert context.updated_params == params(planner, 0) / 2
+    assert context.updated_params == params(made, 0) / 2
 
 
 def test_tensor_parallelism_divides_a_module_unless_its_ranks_hold_it_whole() -> None:
-    state, _, planner = held("tensor_parallel_degree=2")
-    assert sum(stage.num_params for stage in state.stages) == params(planner, 0) / 2
+    state, _, made = held("tensor_parallel_degree=2")
+    assert sum(stage.num_params for stage in state.stages) == params(made, 0) / 2
     whole, _, _ = held("tensor_parallel_degree=2", "encoder_tensor_parallel=data")
-    vision, language = params(planner, 0, "vision"), params(planner, 0, "language")
+    vision, language = params(made, 0, "vision"), params(made, 0, "language")
     assert [stage.num_params for stage in whole.stages] == [vision, language / 2]
     assert whole.updated_params == vision / 2 + language / 2  # sharded over the tensor-parallel ranks instead
 
 
 def test_what_is_gathered_at_each_use_is_never_there_as_a_whole() -> None:
     base = ("context_parallel_degree=2", "encoder_context_parallel=patches")
-    once, _, planner = held(*base, pp_rank=1)
+    once, _, made = held(*base, pp_rank=1)
     always, _, _ = held(*base, "fsdp_reshard_after_forward=always", pp_rank=1)
     largest = []
-    for stage in planner.partition.of_rank(1):
-        layers = planner.spec.module(stage.module).layers[slice(*stage.layers)]
+    for stage in made.partition.of_rank(1):
+        layers = made.spec.module(stage.module).layers[slice(*stage.layers)]
         two = 2 * max(layer.num_params for layer in layers)
         largest.append(min(two, sum(layer.num_params for layer in layers)))
-    assert once.param_bytes - always.param_bytes == 4 * (params(planner, 1) - max(largest))
+    assert once.param_bytes - always.param_bytes == 4 * (params(made, 1) - max(largest))
     assert not any(stage.gathered_once for stage in always.stages)
 
 
 def test_frozen_parameters_have_no_gradient_and_no_moments() -> None:
-    state, _, planner = held("model.encoder.trainable=false", "model.projector.trainable=false")
-    language = params(planner, 0, "language")
-    assert state.param_bytes == 4 * params(planner, 0)
+    state, _, made = held("model.encoder.trainable=false", "model.projector.trainable=false")
+    language = params(made, 0, "language")
+    assert state.param_bytes == 4 * params(made, 0)
     assert (state.grad_bytes, state.optimizer_bytes) == (4 * language, 8 * language)
 
 
 def test_offload_keeps_shards_and_moments_off_the_device() -> None:
-    state, _, planner = held("training.enable_cpu_offload=true")
+    state, _, made = held("training.enable_cpu_offload=true")
     assert state.optimizer_bytes == state.reduced_bytes == 0
-    assert state.param_bytes == 4 * params(planner, 0)
+    assert state.param_bytes == 4 * params(made, 0)
 
 
 def test_collectives_have_the_bytes_of_a_ring() -> None:

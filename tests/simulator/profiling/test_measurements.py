@@ -18,9 +18,10 @@ from mmtrain.modality.probes import probing_iteration, work_curve
 from mmtrain.modality.submesh import Submesh
 from mmtrain.modality.typical import reference_sizes
 from mmtrain.planner.batching import make_batching
+from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.problem import P2P
-from mmtrain.simulator.job import job_planner
+from mmtrain.simulator.job import make_job
 from mmtrain.simulator.partition_choice import partition_of
 from mmtrain.simulator.profiling.measurements import (
     NUM_BLOCKS,
@@ -60,13 +61,13 @@ def samples_of(config, costs=FLOPS) -> Samples:
     for cut in (*CUTS, *REPEATS.values()):
         job = probing_job(config, num_blocks=NUM_BLOCKS, cut=cut, folder="unused")
         added = next((ADDED[how] for how, other in REPEATS.items() if other == cut), (0.0, 0.0))
-        planner = job_planner(job)
-        batching = make_batching(meta, planner.spec)
-        graph = replace(planner, costs=costs).problem(meta)[1].graph
+        made = make_job(job)
+        batching = make_batching(meta, made.spec)
+        graph = IterationPlanner(replace(made, costs=costs)).problem(meta)[1].graph
         rows, pauses = {}, {}
         for stage, work in graph.nodes():
-            place = planner.partition.stages[stage]
-            module, size = planner.spec.module(place.module), batching.sizes[work]
+            place = made.partition.stages[stage]
+            module, size = made.spec.module(place.module), batching.sizes[work]
             times = [costs.layer(module, index, size, input_grad=index > 0) for index in range(*place.layers)]
             inside, later = sum(t.backward_input_s for t in times), sum(t.backward_weight_s for t in times)
             seconds = {Kind.F: sum(t.forward_s for t in times)}
@@ -240,7 +241,7 @@ def test_the_curve_is_one_stage_of_the_job(config, samples):
 
 
 def test_transfers_and_the_pipelines_part_of_a_step_come_from_two_ranks(config, samples):
-    two = job_planner(probing_job(config, num_blocks=NUM_BLOCKS, cut=CUTS[2], num_ranks=2, folder="unused"))
+    two = make_job(probing_job(config, num_blocks=NUM_BLOCKS, cut=CUTS[2], num_ranks=2, folder="unused"))
     largest = max(trainable_params(two.spec, two.partition, rank) for rank in range(2))
     end = STEP_S + PARAM_S * largest + PIPELINE_S
     sizes = [2**k for k in range(10, 24, 2)]
@@ -315,14 +316,14 @@ def test_a_text_to_video_job_is_planned_with_its_profile_and_no_other(video, tmp
     profile.write(path)
     assert Profile.read(path) == profile
     measured = replace(config, planner=replace(config.planner, profile=str(path)))
-    planner = job_planner(measured)
-    assert isinstance(planner.costs, MeasuredCosts)
-    assert planner.sub_microbatch_size == 2, "what the config says"
+    planner = IterationPlanner(make_job(measured))
+    assert isinstance(planner.job.costs, MeasuredCosts)
+    assert planner.job.sub_microbatch_size == 2, "what the config says"
     assert planner.plan(probing_iteration(config)).result.timeline.makespan_s > 0
     values = {**config.model.dit.config, "ffn_dim": 64}
     other = replace(measured, model=replace(config.model, dit=replace(config.model.dit, config=values)))
     with pytest.raises(ConfigError, match=r"measured with dit blocks of num_params = .* blocks\.0 of this job"):
-        job_planner(other)
+        make_job(other)
 
 
 def test_the_table_of_a_text_to_video_job_has_the_weights_of_clips(video):

@@ -9,7 +9,8 @@ from mmtrain.costs.profile.profile import role
 from mmtrain.modality.buckets import most_frames, video_geometry
 from mmtrain.modality.probes import probing_iteration, work_curve
 from mmtrain.planner.batching import check_conservation, make_batching
-from mmtrain.simulator.job import job_planner
+from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.simulator.job import make_job
 from mmtrain.simulator.profiling.probing import CUTS, probing_job, small_job
 from mmtrain.spec.builders import model_spec
 from tests.jobs import video_config
@@ -56,10 +57,10 @@ def test_the_small_job_has_the_layers_of_the_large_one(config):
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 def test_each_layer_or_module_is_a_stage(config, cut):
     job = probing_job(config, num_blocks=2, cut=cut, folder="x")
-    planner = job_planner(job)
-    assert planner.partition.num_ranks == 1
-    stages = len(planner.partition.stages)
-    assert stages == sum(len(m.layers) if cut.stages == "layers" else 1 for m in planner.spec.modules)
+    made = make_job(job)
+    assert made.partition.num_ranks == 1
+    stages = len(made.partition.stages)
+    assert stages == sum(len(m.layers) if cut.stages == "layers" else 1 for m in made.spec.modules)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=IDS)
@@ -125,10 +126,10 @@ def test_layers_of_a_text_to_video_job_are_stages(tmp_path, channels):
     for cut in CUTS:
         job = probing_job(config, num_blocks=2, cut=cut, folder="x")
         assert kinds(job) == kinds(config)
-        planner = job_planner(job)
-        counts = {module.name: len(module.layers) for module in planner.spec.modules}
+        made = make_job(job)
+        counts = {module.name: len(module.layers) for module in made.spec.modules}
         assert counts == {"language": 4, "dit": 4}
-        assert len(planner.partition.stages) == (8 if cut.stages == "layers" else 2)
+        assert len(made.partition.stages) == (8 if cut.stages == "layers" else 2)
 
 
 @pytest.mark.parametrize("channels", [3, 4])
@@ -191,13 +192,13 @@ def test_the_small_text_to_video_job_has_few_parameters_and_trains(tmp_path, fro
     probing = model_spec(probing_job(config, num_blocks=2, cut=CUTS[0], folder="unused").model)
     trained = sum(module.num_trainable_params for module in probing.modules)
     assert spec.module("dit").num_trainable_params < trained
-    assert job_planner(small).plan(probing_iteration(small)).result.timeline is not None
+    assert IterationPlanner(make_job(small)).plan(probing_iteration(small)).result.has_plan
 
 
 def test_a_layout_by_hand_is_of_the_job_and_not_of_what_is_measured():
     config = config_module.load(
         "debug_vlm.toml", ["--model.language.pipeline_layout=E|t|t|tL", "--model.language.num_segments=0"]
     )
-    job_planner(config)
+    make_job(config)
     for cut in CUTS:
-        job_planner(probing_job(config, num_blocks=2, cut=cut, folder="x"))
+        make_job(probing_job(config, num_blocks=2, cut=cut, folder="x"))

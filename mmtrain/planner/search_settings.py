@@ -1,31 +1,14 @@
 """What `[planner]` asks of the search of one iteration: its switches, seed, budget and threads."""
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Protocol
 
 from mmtrain.config.sections import PlannerConfig
 from mmtrain.costs.noise import EXACT, Noise
-from mmtrain.planner.first_plan import first_plan
-from mmtrain.planner.plan import PlanResult
 from mmtrain.planner.search.numba_start import HAS_NUMBA
-from mmtrain.planner.search.search import SearchOptions, search
-from mmtrain.schedule.library.catalogue import Schedule
-from mmtrain.schedule.problem import PlanningProblem
+from mmtrain.planner.search.search import SearchOptions
 
 PLANNED = "planned"
 """Stands among the names of schedules for the plans of the planner's search."""
-
-
-class Search(Protocol):
-    """A search, as `planner.search.search.search` is one."""
-
-    def __call__(
-        self, problem: PlanningProblem, options: SearchOptions, *, cancelled: Callable[[], bool]
-    ) -> PlanResult:
-        """The best plan found. Args: cancelled: asked now and then; the search ends early where it says True."""
-        ...
 
 
 def search_threads(asked: int, num_cores: int, num_ranks: int) -> int:
@@ -70,37 +53,6 @@ def search_options(
         draws=section.draws,
         finalists=section.finalists,
     )
-
-
-def choose_plan(
-    problem: PlanningProblem,
-    first: PlanResult,
-    section: PlannerConfig,
-    options: SearchOptions,
-    search: Search,
-    cancelled: Callable[[], bool],
-) -> PlanResult:
-    """The plan of an iteration by what is switched on; the first plan if the search says that its own is longer.
-
-    Args: first: in the order of parallelism.pipeline_parallel_schedule.
-    """
-    if not section.interleave:
-        return first
-    found = search(problem, options, cancelled=cancelled)
-    if first.timeline is None or found.timeline is None or found.timeline.makespan_s <= first.timeline.makespan_s:
-        return found
-    return replace(first, evaluations=found.evaluations, seed=found.seed)
-
-
-def searched_plan(
-    problem: PlanningProblem, schedule: str | Schedule, section: PlannerConfig, *, seed: int, noise: Noise = EXACT
-) -> PlanResult:
-    """The plan that a job with this section trains with, if its search is in time; or why there is none.
-
-    Args: schedule: parallelism.pipeline_parallel_schedule. seed: of the search, as `search_seed` gives it.
-    """
-    options = search_options(section, seed=seed, threads=1, noise=noise)
-    return choose_plan(problem, first_plan(problem, schedule, section), section, options, search, lambda: False)
 
 
 def show_switches(section: PlannerConfig, threads: int) -> str:
