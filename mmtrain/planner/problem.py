@@ -16,8 +16,7 @@ from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.batching import Batching
 from mmtrain.planner.memory.options import BlockKind, BlockPrice, MemoryChoices, Offer, offer, shape_class, weighted
 from mmtrain.planner.partition.partition import Partition, StageSpec
-from mmtrain.schedule.library.greedy import components
-from mmtrain.schedule.library.memory import choose_options
+from mmtrain.schedule.library.memory import choose_options, components
 from mmtrain.schedule.problem import Option, PlanningProblem
 from mmtrain.spec.memory_strategies import BlockMemory
 from mmtrain.spec.spec import LayerSpec, ModelSpec, ModuleSpec, WorkSize

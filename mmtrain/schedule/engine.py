@@ -7,13 +7,11 @@ available on its own rank at once and on another rank after its transfer; transf
 orders in the order of time: a `Policy` says what an idle rank starts. Policies are
 
 - `table`: queues, turns and in-flight limits, in unit time (1F1B and what follows from it);
-- `recipe.choice`: a recipe, also `interleave`;
 - `library.list_schedule`: rules by cost, within memory limits.
 
-`library.memory` decides what limits admit. Two kernels repeat all of this in machine code for searches that make
-thousands of orders a second: `recipe.kernel`, with equal orders, and `planner.search.kernels.decode`, whose plans are
-simulated by `Run`. What fills given orders with weight gradients (`library.controllable_memory`, `passes.separate`)
-asks `Engine.start` alone.
+`library.memory` decides what memory limits admit. `library.greedy`, which serves the earliest start,
+`library.controllable_memory` and `passes.separate` have loops of their own around `Engine.start`. Two kernels repeat
+the rule, as numba compiles them: `recipe.kernel` and `planner.search.kernels.decode`.
 """
 
 import heapq

@@ -24,8 +24,7 @@ from mmtrain.planner.search.search import SearchOptions, search
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.graph import Work
 from mmtrain.schedule.library.catalogue import CATALOGUE, Placement
-from mmtrain.schedule.library.greedy import components
-from mmtrain.schedule.library.memory import Memory
+from mmtrain.schedule.library.memory import Memory, components
 from mmtrain.schedule.passes.lower import lower
 from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.problem import PlanningProblem
@@ -189,7 +188,7 @@ def test_pairs_that_do_not_fit_are_not_deferred() -> None:
 def footprints(problem: PlanningProblem) -> list[float]:
     """Bytes of the works of each microbatch on their most loaded rank, if all are kept."""
     microbatch = [work.microbatch for work in problem.graph.works]
-    memory = Memory(problem, microbatch, {node: problem.options(*node)[0] for node in problem.graph.nodes()})
+    memory = Memory.of(problem, microbatch, {node: problem.options(*node)[0] for node in problem.graph.nodes()})
     ranks = range(problem.graph.num_ranks)
     return [max(memory.footprint(c, rank) for rank in ranks) for c in range(memory.num_components)]
 

@@ -21,7 +21,7 @@ from mmtrain.costs.operators.cluster import Cluster
 from mmtrain.errors import ConfigError
 from mmtrain.planner.memory.rank_state import RankState, Sharding
 from mmtrain.planner.partition.partition import Partition
-from mmtrain.schedule.library.greedy import components
+from mmtrain.schedule.library.memory import components
 from mmtrain.schedule.plan import exceeds
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.spec.spec import ModelSpec

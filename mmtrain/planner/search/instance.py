@@ -29,7 +29,7 @@ from mmtrain.planner.search.kernels.arrays import (
     Workspace,
 )
 from mmtrain.schedule.action import Action, Braid, Kind
-from mmtrain.schedule.library.greedy import components
+from mmtrain.schedule.library.memory import components
 from mmtrain.schedule.limits import GROUPS_BY_RANKS
 from mmtrain.schedule.option import Load
 from mmtrain.schedule.plan import Plan

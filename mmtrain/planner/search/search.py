@@ -35,9 +35,8 @@ from mmtrain.planner.search.numba_start import HAS_NUMBA, load_numba
 from mmtrain.planner.search.orders import Order, by_component, component_orders
 from mmtrain.schedule.graph import ModuleStages, Work
 from mmtrain.schedule.library.catalogue import CATALOGUE, Schedule
-from mmtrain.schedule.library.greedy import components
 from mmtrain.schedule.library.list_schedule import rank_footprints
-from mmtrain.schedule.library.memory import choose_options
+from mmtrain.schedule.library.memory import choose_options, components
 from mmtrain.schedule.library.v_shape import v_chunks
 from mmtrain.schedule.limits import THREADS
 from mmtrain.schedule.passes.braid import braid

@@ -1,8 +1,7 @@
 """The zero-bubble paper's automatic schedule, under the problem's memory limits and for its costs."""
 
-from mmtrain.schedule.library.greedy import components
 from mmtrain.schedule.library.list_schedule import ListScheduler, rank_footprints
-from mmtrain.schedule.library.memory import choose_options
+from mmtrain.schedule.library.memory import choose_options, components
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
 

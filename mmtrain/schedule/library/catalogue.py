@@ -39,7 +39,7 @@ class Schedule:
 
     idea: str
     """A short description for lists."""
-    make: Callable[[PlanningProblem], Plan]
+    make: Callable[..., Plan]
     placement: Placement = "loop"
     least_passes: int = 1
     """Least number of chunks of the whole model on each rank, over all modules; with fewer it becomes another

@@ -9,8 +9,7 @@ from collections.abc import Iterable
 
 from mmtrain.schedule.action import Action, Kind
 from mmtrain.schedule.engine import Engine
-from mmtrain.schedule.graph import WorkGraph
-from mmtrain.schedule.library.memory import Memory, choose_options
+from mmtrain.schedule.library.memory import Memory, choose_options, components
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
 
@@ -27,25 +26,6 @@ def greedy(problem: PlanningProblem) -> Plan:
     return _Greedy(problem).run()
 
 
-def components(graph: WorkGraph) -> list[int]:
-    """[work] -> number of its connected component of the graph, by the newest microbatch in it."""
-    leader = list(range(len(graph.works)))
-
-    def find(work: int) -> int:
-        while leader[work] != work:
-            leader[work] = work = leader[leader[work]]
-        return work
-
-    for index in range(len(graph.works)):
-        for other in graph.sources(index):
-            leader[find(other)] = find(index)
-    newest: dict[int, int] = {}  # in the order of the first works
-    for index, work in enumerate(graph.works):
-        newest[find(index)] = max(work.microbatch, newest.get(find(index), 0))
-    number_of = {root: number for number, root in enumerate(sorted(newest, key=newest.__getitem__))}
-    return [number_of[find(index)] for index in range(len(graph.works))]
-
-
 class _Greedy:
     """One run of the dual-queue list scheduler: a policy of the engine."""
 
@@ -56,9 +36,7 @@ class _Greedy:
         self.chosen = choose_options(problem, component)
         self.options = [problem.options(*node)[self.chosen[node]] for node in zip(items.stage, items.work, strict=True)]
         """[node]"""
-        self.component = [component[work] for work in items.work]
-        """[node]"""
-        self.memory = Memory(problem, component, {n: problem.options(*n)[i] for n, i in self.chosen.items()})
+        self.memory = Memory.of(problem, component, {n: problem.options(*n)[i] for n, i in self.chosen.items()})
         self.engine = Engine(items, problem.message_s)
         ranks = range(graph.num_ranks)
         self.orders: list[list[Action]] = [[] for _ in ranks]
@@ -102,7 +80,6 @@ class _Greedy:
         """The earliest start on a rank and the item that starts then; None if nothing may start there."""
         last, arrival, priority = self.t_last[rank], self.engine.arrival, self.priority
         heads: list[tuple[float, tuple[int, int, int], int] | None] = [None, None]
-        fits = self.memory.room(rank)
         for slot in range(2):
             # Arrived items by priority, else the item that arrives first.
             best = None
@@ -110,7 +87,7 @@ class _Greedy:
                 entry = (max(arrival[item], last), priority[item], item)
                 if best is not None and entry >= best:
                     continue
-                if slot or fits(self.component[item], self.options[item]):
+                if slot or self.memory.fits(item):
                     best = entry
             heads[slot] = best
         forward, backward = heads
@@ -128,11 +105,11 @@ class _Greedy:
         have one). Raises: PlanError: none fits."""
         waiting = sorted((item for queue in self.ready[0] for item in queue), key=self.priority.__getitem__)
         for node in waiting:
-            if self.memory.fits_now(self.items.rank[node], self.options[node]):
+            if self.memory.fits_now(node):
                 return node
         node = waiting[0]
         name = self.graph.action(Kind.F, self.items.stage[node], self.items.work[node])
-        raise self.memory.refusal(self.items.rank[node], name, self.options[node])
+        raise self.memory.refusal(name, node)
 
     def _schedule(self, item: int) -> None:
         items = self.items
@@ -144,8 +121,5 @@ class _Greedy:
         self.ready[slot][rank].remove(item)
         self.orders[rank].append(self.graph.action(kind, items.stage[node], items.work[node]))
         self.stale.add(rank)
-        take = self.memory.end_backward if slot else self.memory.start_forward
-        if take(self.component[node], rank, option):
-            # The component has finished: others may have more room, on all ranks.
-            self.stale.update(range(self.graph.num_ranks))
+        (self.memory.end_backward if slot else self.memory.start_forward)(node)
         self._queue(self.engine.start(item, end))

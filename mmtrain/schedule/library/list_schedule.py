@@ -21,9 +21,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mmtrain.schedule.action import Action, Kind
-from mmtrain.schedule.engine import Engine
-from mmtrain.schedule.library.greedy import components
-from mmtrain.schedule.library.memory import Memory
+from mmtrain.schedule.engine import Engine, Policy
+from mmtrain.schedule.library.memory import Memory, components
 from mmtrain.schedule.library.weights import worth_splitting
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import Option, PlanningProblem
@@ -71,7 +70,7 @@ class ListScheduler:
         given = {n: problem.options(*n)[self.chosen.get(n, 0)] for n in graph.nodes()}
         self.split = {node for node, option in given.items() if worth_splitting(option)}
         self.options = {n: widest(option) if n in self.split else option for n, option in given.items()}
-        too_wide = {component for component, _ in Memory(problem, self.component, self.options, limits).oversize()}
+        too_wide = {component for component, _ in Memory.of(problem, self.component, self.options, limits).oversize()}
         for node, option in given.items():
             if self.component[node[1]] in too_wide:  # what I leaves for W is too much: backwards stay whole
                 self.split.discard(node)
@@ -105,7 +104,7 @@ class ListScheduler:
             patient: a rank starts no W that would delay its last gradient.
         Raises: PlanError: a forward does not fit, even after all others have finished.
         """
-        return _Run(self, eager=eager, patient=patient).run()
+        return _Rules(self, eager=eager, patient=patient).outcome()
 
     @property
     def several_stages(self) -> bool:
@@ -133,7 +132,7 @@ def rank_footprints(problem: PlanningProblem, microbatches: float) -> list[float
     """Bytes of activations of a number of microbatches of mean size on each rank; at least those of the largest one."""
     graph, component = problem.graph, components(problem.graph)
     options = {node: problem.options(*node)[0] for node in graph.nodes()}
-    memory = Memory(problem, component, {node: widest(option) for node, option in options.items()})
+    memory = Memory.of(problem, component, {node: widest(option) for node, option in options.items()})
     footprints = []
     for rank in range(graph.num_ranks):
         amounts = [memory.footprint(c, rank) for c in range(memory.num_components)]
@@ -148,20 +147,29 @@ def widest(option: Option) -> Option:
     return replace(option, activation_bytes=option.held_for_weight_bytes)
 
 
-class _Run:
-    """One run of the list scheduler, in the order of time: a policy of the engine."""
+class _Rules(Policy):
+    """One run of the list scheduler."""
 
     def __init__(self, setting: ListScheduler, *, eager: bool, patient: bool) -> None:
         graph, ranks, items = setting.graph, range(setting.graph.num_ranks), setting.graph.items
         self.setting, self.graph, self.items, self.eager, self.patient = setting, graph, items, eager, patient
         self.component, self.options = setting.component_of, setting.option_of
-        self.memory = Memory(setting.problem, setting.component, setting.options, setting.limits)
-        self.message_s = [*setting.problem.message_s, 0.0]
+        self.memory = Memory.of(setting.problem, setting.component, setting.options, setting.limits)
         self.engine = Engine(items, setting.problem.message_s)
+        self.kinds = [*setting.done_as, *[Kind.W] * items.num_nodes]
+        """[item]"""
+        runs = (
+            [True] * items.num_nodes
+            + items.has_backward
+            + [kind is Kind.I for kind in setting.done_as[items.num_nodes :]]
+        )
+        seconds = [*setting.seconds, *(option.duration_s(Kind.W) for option in self.options)]
+        self.seconds = [s if run else None for s, run in zip(seconds, runs, strict=True)]
+        self.seconds += [None] * len(graph.instructions)
         self.ready: list[list[list[tuple[Priority, int]]]] = [[[] for _ in graph.stage_rank] for _ in range(2)]
         """[0: F, 1: I][stage] -> heap of what could start."""
         self.due: list[deque[int]] = [deque() for _ in ranks]
-        """[rank] -> nodes."""
+        """[rank] -> items of W."""
         self.begun: set[tuple[int, int]] = set()
         """(rank, component) that has started a forward whose backward remains or has run."""
         self.in_flight = [0.0 for _ in ranks]
@@ -170,40 +178,17 @@ class _Run:
         self.gradients: list[list[float]] = [[] for _ in ranks]
         """[rank] -> heap of the times at which gradients arrive there, if it is patient."""
         self.alarm = [False for _ in ranks]
-        self.busy = [False for _ in ranks]
         self.orders: list[list[Action]] = [[] for _ in ranks]
         self.previous = [Kind.I for _ in ranks]
         self.start_s = [math.inf for _ in ranks]
         self.end_s = [0.0 for _ in ranks]
         self.work_s = [0.0 for _ in ranks]
-        self.events: list[tuple[float, int, int, int, Kind | None]] = []
-        """Heap of (time, number, rank, item, kind of the action that ended; None: the item is ready). Item -1: the
-        rank decides again at that time."""
-        self.count = 0
-        self.left = items.num_nodes + sum(items.has_backward)
-        for node in range(items.num_nodes):
-            self.backwards[items.rank[node]] += items.has_backward[node]
-            if not items.num_needs[node]:
-                self._queue(node)
+        for rank, has_backward in zip(items.rank, items.has_backward, strict=True):
+            self.backwards[rank] += has_backward
 
-    def run(self) -> Outcome:
-        """The plan."""
-        now, awake = 0.0, set(range(self.graph.num_ranks))
-        while self.left or self.events or any(self.due):
-            for rank in sorted(awake):
-                if not self.busy[rank]:
-                    self._serve(rank, now)
-            if not self.events:
-                self._force(now)
-            now, awake = self.events[0][0], set()
-            while self.events and self.events[0][0] <= now:
-                _, _, rank, item, kind = heapq.heappop(self.events)
-                awake.add(rank)
-                if kind is None:
-                    if item >= 0:
-                        self._queue(item)
-                elif self._end(rank, kind, item % self.items.num_nodes):
-                    awake.update(range(self.graph.num_ranks))  # others may have more room
+    def outcome(self) -> Outcome:
+        """The plan and its times."""
+        self.engine.run(self)
         plan = Plan(self.graph, tuple(map(tuple, self.orders)), self.setting.chosen)
         spans = [end - start for start, end in zip(self.start_s, self.end_s, strict=True) if start < math.inf]
         makespan, longest = max(self.end_s), max(spans, default=0.0)
@@ -211,21 +196,22 @@ class _Run:
         perfect = makespan <= earliest * (1 + 1e-9) and longest <= max(self.work_s) * (1 + 1e-9)
         return Outcome(plan, makespan, longest, perfect)
 
-    def _queue(self, item: int) -> None:
+    def arrive(self, item: int) -> None:
         slot, node = divmod(item, self.items.num_nodes)
-        heapq.heappush(self.ready[slot][self.items.stage[node]], (self.setting.priority[item], item))
+        if slot == 2:
+            self.due[self.items.rank[node]].append(item)
+        else:
+            heapq.heappush(self.ready[slot][self.items.stage[node]], (self.setting.priority[item], item))
 
-    def _serve(self, rank: int, now: float) -> None:
-        """Starts the action that the rules select for an idle rank, if any."""
+    def choose(self, rank: int, now: float) -> int | None:
         backward = min((queue[0] for queue in self._queues(1, rank)), default=None)
         turn = backward is None or self.previous[rank] is Kind.I
         forward = self._forward(rank, now) if turn else None
         if forward is not None:
-            self._start(forward, now)
-        elif backward:
-            self._start(backward[1], now)
-        elif self.due[rank] and not self._too_long(rank, now):
-            self._run_action(Kind.W, self.due[rank].popleft() + 2 * self.items.num_nodes, now)
+            return forward
+        if backward:
+            return backward[1]
+        return self.due[rank][0] if self.due[rank] and not self._too_long(rank, now) else None
 
     def _queues(self, slot: int, rank: int) -> list[list[tuple[Priority, int]]]:
         ready = self.ready[slot]
@@ -236,12 +222,11 @@ class _Run:
         queues = self._queues(0, rank)
         if not queues:
             return None
-        fits = self.memory.room(rank)
 
         def admits(node: int) -> bool:
-            option, component = self.options[node], self.component[node]
-            opens = not self.eager and option.has_backward and (rank, component) not in self.begun
-            return not (opens and self._holds_up(rank, now, option.forward_s)) and fits(component, option)
+            option = self.options[node]
+            opens = not self.eager and option.has_backward and (rank, self.component[node]) not in self.begun
+            return not (opens and self._holds_up(rank, now, option.forward_s)) and self.memory.fits(node)
 
         for _, node in sorted(queue[0] for queue in queues) if len(queues) > 1 else (queues[0][0],):
             if admits(node):
@@ -258,80 +243,64 @@ class _Run:
         if now < first < math.inf and now + seconds > first * (1 + 1e-9):
             if not self.alarm[rank]:  # the backward may start later than that: then go on
                 self.alarm[rank] = True
-                self._post(first, rank, -1)
+                self.engine.wake(rank, first)
             return True
         return False
 
-    def _force(self, now: float) -> None:
-        """Starts the oldest forward where rules 1 and 2 admit none; if none keeps the guarantee, one that fits at
-        all."""
-        ready = sorted(entry for queue in self.ready[0] for entry in queue)
-        for _, node in ready:
-            if self.memory.room(self.items.rank[node])(self.component[node], self.options[node]):
-                return self._start(node, now)
-        for _, node in ready:
-            rank = self.items.rank[node]
-            if rank in self.setting.soft or self.memory.fits_now(rank, self.options[node]):
-                return self._start(node, now)
-        _, node = ready[0]
-        name = self.graph.action(Kind.F, self.items.stage[node], self.items.work[node])
-        raise self.memory.refusal(self.items.rank[node], name, self.options[node])
+    def force(self, now: float) -> int | None:
+        """The oldest forward where rules 1 and 2 admit none; if none keeps the guarantee, one that fits at all."""
+        ready = [node for _, node in sorted(entry for queue in self.ready[0] for entry in queue)]
+        for node in ready:
+            if self.memory.fits(node):
+                return node
+        for node in ready:
+            if self.items.rank[node] in self.setting.soft or self.memory.fits_now(node):
+                return node
+        if not ready:
+            return None
+        raise self.memory.refusal(
+            self.graph.action(Kind.F, self.items.stage[ready[0]], self.items.work[ready[0]]), ready[0]
+        )
 
-    def _start(self, item: int, now: float) -> None:
-        """Starts the F, or the I (or B), of a node."""
+    def start(self, item: int, now: float, end: float) -> None:
         slot, node = divmod(item, self.items.num_nodes)
-        rank, option, component = self.items.rank[node], self.options[node], self.component[node]
+        rank, option, kind = self.items.rank[node], self.options[node], self.kinds[item]
+        self.orders[rank].append(self.graph.action(kind, self.items.stage[node], self.items.work[node]))
+        self.start_s[rank] = min(self.start_s[rank], now)
+        self.end_s[rank] = end
+        self.work_s[rank] += self.seconds[item] or 0.0
+        if slot == 2:
+            self.due[rank].popleft()
+            return
         queue = self.ready[slot][self.items.stage[node]]
         if queue[0][1] == item:
             heapq.heappop(queue)
         else:
             queue.remove((self.setting.priority[item], item))
             heapq.heapify(queue)
-        self.left -= 1
+        self.previous[rank] = Kind.I if slot else Kind.F
         if not slot:
-            self.previous[rank] = Kind.F
-            self.memory.start_forward(component, rank, option)
+            self.memory.start_forward(node)
             if option.has_backward:
-                self.begun.add((rank, component))
+                self.begun.add((rank, self.component[node]))
                 self.in_flight[rank] += option.forward_s
-        else:
-            self.previous[rank] = Kind.I
-            self.most_in_flight[rank] = min(self.most_in_flight[rank], self.in_flight[rank])
-            self.in_flight[rank] -= option.forward_s
-            self.backwards[rank] -= 1
-        self._run_action(self.setting.done_as[item], item, now)
-
-    def _run_action(self, kind: Kind, item: int, now: float) -> None:
-        node = item % self.items.num_nodes
-        rank = self.items.rank[node]
-        self.orders[rank].append(self.graph.action(kind, self.items.stage[node], self.items.work[node]))
-        self.busy[rank] = True
-        self.start_s[rank] = min(self.start_s[rank], now)
-        seconds = self.options[node].duration_s(kind)
-        end = self.end_s[rank] = now + seconds
-        self.work_s[rank] += seconds
-        self._post(end, rank, item, kind)
-        for ready in self.engine.start(item, end):
-            if ready < 2 * self.items.num_nodes:  # a W is due at the end of its I
-                self._post(self.engine.arrival[ready], self.items.rank[ready % self.items.num_nodes], ready)
-        if self.patient and kind is not Kind.F and kind is not Kind.W:
+            return
+        self.most_in_flight[rank] = min(self.most_in_flight[rank], self.in_flight[rank])
+        self.in_flight[rank] -= option.forward_s
+        self.backwards[rank] -= 1
+        if self.patient:
             for dependent, message in self.items.dependents[item]:
                 if dependent < 2 * self.items.num_nodes:
-                    arrives, target = end + self.message_s[message], self.items.rank[dependent - self.items.num_nodes]
+                    arrives, target = end + self.engine.message_s[message], self.items.rank_of[dependent]
                     heapq.heappush(self.gradients[target], arrives)
-                    self._post(arrives, target, -1)
+                    self.engine.wake(target, arrives)
 
-    def _end(self, rank: int, kind: Kind, node: int) -> bool:
-        """Frees the memory of an action that ended; returns whether its component may have finished."""
-        self.busy[rank] = False
-        component, option = self.component[node], self.options[node]
-        if kind is Kind.F:
-            return not option.has_backward
-        if kind is Kind.I:
-            self.due[rank].append(node)
-            self.memory.end_input(component, rank, option)
-            return False
-        return self.memory.end_backward(component, rank, option, split=kind is Kind.W)
+    def end(self, item: int) -> None:
+        node = item % self.items.num_nodes
+        if self.kinds[item] is Kind.I:
+            self.memory.end_input(node)
+        elif self.kinds[item] is not Kind.F:
+            self.memory.end_backward(node, split=self.kinds[item] is Kind.W)
 
     def _too_long(self, rank: int, now: float) -> bool:
         """Whether a patient rank waits for its last gradient instead of starting its oldest W."""
@@ -340,9 +309,6 @@ class _Run:
         gradients = self.gradients[rank]
         while gradients and gradients[0] <= now:
             heapq.heappop(gradients)
-        weight = self.options[self.due[rank][0]].duration_s(Kind.W)
+        weight = self.seconds[self.due[rank][0]]
+        assert weight is not None
         return bool(gradients) and gradients[0] < now + weight * (1 - 1e-9)
-
-    def _post(self, when: float, rank: int, item: int, kind: Kind | None = None) -> None:
-        self.count += 1
-        heapq.heappush(self.events, (when, self.count, rank, item, kind))

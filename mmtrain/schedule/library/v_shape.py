@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from mmtrain.schedule.action import Action, Braid, Kind
 from mmtrain.schedule.graph import WorkGraph
-from mmtrain.schedule.library.greedy import components
 from mmtrain.schedule.library.list_schedule import ListScheduler, Node, rank_footprints
+from mmtrain.schedule.library.memory import components
 from mmtrain.schedule.library.one_f_one_b import module_order
 from mmtrain.schedule.library.weights import worth_splitting
 from mmtrain.schedule.plan import Plan

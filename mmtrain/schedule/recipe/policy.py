@@ -7,9 +7,8 @@ from typing import Any
 
 from mmtrain.errors import RecipeError, shown
 from mmtrain.schedule.action import COMPUTE, Action, Kind
-from mmtrain.schedule.library.greedy import components
 from mmtrain.schedule.library.list_schedule import widest
-from mmtrain.schedule.library.memory import Memory, choose_options
+from mmtrain.schedule.library.memory import Memory, choose_options, components
 from mmtrain.schedule.library.one_f_one_b import module_order
 from mmtrain.schedule.library.weights import worth_splitting
 from mmtrain.schedule.passes.separate import separate_gradients
@@ -134,7 +133,7 @@ class RecipeRun:
     def _keep_wide_whole(self) -> None:
         """Splits no backward of a component that fits alone, but not with what its I leave for W."""
         widths = [widest(option) if split else option for option, split in zip(self.options, self.split, strict=True)]
-        memory = Memory(self.problem, self.component, dict(zip(self.nodes, widths, strict=True)))
+        memory = Memory.of(self.problem, self.component, dict(zip(self.nodes, widths, strict=True)))
         wide = {component for component, _ in memory.oversize()}
         works = (work for _, work in self.nodes)
         self.split = [split and self.component[work] not in wide for split, work in zip(self.split, works, strict=True)]

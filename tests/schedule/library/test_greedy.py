@@ -3,8 +3,8 @@ import pytest
 from mmtrain.errors import PlanError
 from mmtrain.schedule.graph import ModuleStages, Work
 from mmtrain.schedule.library.forward_only import forward_only
-from mmtrain.schedule.library.greedy import components
 from mmtrain.schedule.library.interleave import interleave
+from mmtrain.schedule.library.memory import components
 from mmtrain.schedule.plan import check
 from mmtrain.schedule.problem import Option, PlanningProblem
 from mmtrain.schedule.simulate import simulate
