@@ -284,7 +284,7 @@ class Trainer:
         running = RunningStep(step=step, meta=item.meta, plan=plan, planned=planned)
         for observer in self.observers:
             observer.before_step(running)
-        self._memory.start_step()
+        self._memory.meter.start()
         with explained(self.config, self.mesh, self._memory, running):
             result, outcome = self.train_step(step, item, plan)
         self.metrics.record("data_time_s", loaded - start)

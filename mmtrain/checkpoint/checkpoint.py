@@ -215,7 +215,7 @@ class Checkpointer:
         with _together(), stored.reading():
             state = TrainState.read(stored)
             named.restore(tensors)
-        if stored.warning and _is_rank_zero():
+        if stored.warning and dist.get_rank() == 0:
             logger.warning("%s", stored.warning)
         return state
 
@@ -239,10 +239,6 @@ class Checkpointer:
         for text, _ in reports:
             if text:
                 raise ConfigError(f"{source} {text}; use the config it was saved with, or another job.dump_folder")
-
-
-def _is_rank_zero() -> bool:
-    return bool(dist.get_rank() == 0)
 
 
 def _on_rank_zero(act: Callable[[], _Value]) -> _Value:

@@ -89,7 +89,7 @@ def explained(config: Config, mesh: Mesh, memory: JobMemory, running: RunningSte
             meta=running.meta,
             plan=running.plan,
             budget=memory.budget(running.step),
-            measured_bytes=memory.peak_bytes(),
+            measured_bytes=memory.meter.peak_bytes(),
         )
         raise explain(error, context) from error
 

@@ -51,7 +51,7 @@ class RunRecord(Observer):
         if mesh.rank == 0:
             steps = config.training.steps
             self._reporter = Reporter(config.metrics, self._folder, steps=steps, start=start, config=to_dict(config))
-            _log_prompts(config)
+            log_prompts(config)
 
     def layout_begins(self, config: Config, job: Job, mesh: Mesh, step: int) -> None:
         """Writes the config, the environment and the schedule's file of the steps after `step`, whose layout this is.
@@ -166,7 +166,7 @@ def log_end(config: Config, step: int, skipped: int, clips: int | None) -> None:
         logger.info("%s", few)
 
 
-def _log_prompts(config: Config) -> None:
+def log_prompts(config: Config) -> None:
     """Logs what is amiss with the prompts of a job that reads conversations."""
     if config.model.dit is not None:
         return

@@ -151,7 +151,8 @@ class JobMemory:
         self, device: torch.device, pp_rank: int, budgets: BudgetHistory, *, shares_device: bool = False
     ) -> None:
         self._device, self._pp_rank, self._budgets = device, pp_rank, budgets
-        self._meter = PeakMeter(device, budgets.budget.ranks[pp_rank].process_bytes, shared=shares_device)
+        self.meter = PeakMeter(device, budgets.budget.ranks[pp_rank].process_bytes, shared=shares_device)
+        """Of the step that runs."""
 
     @classmethod
     def budgeted(cls, config: Config, job: Job, device: torch.device, found: DeviceMemory) -> "JobMemory":
@@ -167,8 +168,8 @@ class JobMemory:
         budgets = BudgetHistory(budget=budget, device=device.type)
         pp_rank = config.parallelism.mesh_shape.coordinates(dist.get_rank()).pp
         made = cls(device, pp_rank, budgets, shares_device=config.comm.share_device)
-        made.start_step()
-        if made.peak_bytes() is None:
+        made.meter.start()
+        if made.meter.peak_bytes() is None:
             logger.info("memory: the peak of a step cannot be measured on this system")
         return made
 
@@ -196,18 +197,10 @@ class JobMemory:
         limits, widest = (b.activation_limits for b in (self._budgets.at(step), self._budgets.budget))
         return IterationPlanner(job, limits, None if widest == limits else widest)
 
-    def start_step(self) -> None:
-        """Resets the peak for the coming step."""
-        self._meter.start()
-
-    def peak_bytes(self) -> float | None:
-        """The peak of the step on this rank so far; None: not known on this system."""
-        return self._meter.peak_bytes()
-
     def end_step(self, step: int, plan: IterationPlan, metrics: Metrics) -> None:
         """Records the memory of a step; larger margins for later steps if it exceeded the limit. Collective over the
         job."""
-        measured, budget = self._meter.peak_bytes(), self._budgets.at(step).ranks[self._pp_rank]
+        measured, budget = self.meter.peak_bytes(), self._budgets.at(step).ranks[self._pp_rank]
         predicted = budget.predicted_bytes(plan.result.timeline.peak_bytes[self._pp_rank])
         excess = torch.zeros(len(self._budgets.budget.ranks), dtype=torch.float64)
         if measured is not None and budget.limit_bytes is not None and measured > budget.limit_bytes:

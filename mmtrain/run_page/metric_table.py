@@ -36,24 +36,13 @@ def _always(values: Values, value: float) -> bool:
     return True
 
 
-def _if_above_zero(values: Values, value: float) -> bool:
-    return value > 0
-
-
-def _if_clips(values: Values, value: float) -> bool:
-    return values["clips"] > 0
+def _if_any(*keys: str) -> Callable[[Values, float], bool]:
+    """Whether one of these values is above 0."""
+    return lambda values, value: any(values[key] > 0 for key in keys)
 
 
 def _if_no_clips(values: Values, value: float) -> bool:
     return not values["clips"]
-
-
-def _if_sounds(values: Values, value: float) -> bool:
-    return values["sounds"] > 0
-
-
-def _if_deferral(values: Values, value: float) -> bool:
-    return values["deferred_images"] > 0 or values["not_deferred"] > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,20 +161,20 @@ METRICS: tuple[Metric, ...] = (
     Metric(name="mfu", tag="mfu(%)", scale=100, text="mfu: {mfu:.1%}",
            of=lambda v: v["tflops"] * 1e12 / v["peak_flops"], on_page=True),
     # ------------------------------------------------------------------------------------------ the batch
-    Metric(name="clips", reduce=_SUM, tag="modality/video/count", when=_if_clips),
+    Metric(name="clips", reduce=_SUM, tag="modality/video/count", when=_if_any("clips")),
     Metric(name="images", reduce=_SUM, tag="modality/image/count", when=_if_no_clips),
-    Metric(name="sounds", reduce=_SUM, tag="modality/audio/count", when=_if_sounds),
-    Metric(name="clips_per_s", unit="1/s", tag="throughput(clips/s)", when=_if_clips, in_file=False,
+    Metric(name="sounds", reduce=_SUM, tag="modality/audio/count", when=_if_any("sounds")),
+    Metric(name="clips_per_s", unit="1/s", tag="throughput(clips/s)", when=_if_any("clips"), in_file=False,
            text="clips/s: {clips_per_s:.1f}", of=lambda v: v["clips"] / v["step_time_s"]),
     Metric(name="images_per_s", unit="1/s", tag="throughput(images/s)", when=_if_no_clips, in_file=False,
            text=_images_text, of=lambda v: v["images"] / v["step_time_s"]),
     Metric(name="sound_s", unit="s", note="without the silence that fills windows", reduce=_SUM,
-           tag="modality/audio/seconds", when=_if_sounds, text=_sounds_text),
+           tag="modality/audio/seconds", when=_if_any("sounds"), text=_sounds_text),
     Metric(name="patches", note="encoder rows", reduce=_SUM, tag="modality/image/patches", when=_if_no_clips),
-    Metric(name="frames", note="latent frames", reduce=_SUM, tag="modality/video/frames", when=_if_clips),
+    Metric(name="frames", note="latent frames", reduce=_SUM, tag="modality/video/frames", when=_if_any("clips")),
     Metric(name="image_tokens", reduce=_SUM, tag="modality/image/tokens", when=_if_no_clips, on_page=True),
-    Metric(name="sound_tokens", reduce=_SUM, tag="modality/audio/tokens", when=_if_sounds, on_page=True),
-    Metric(name="video_tokens", reduce=_SUM, tag="modality/video/tokens", when=_if_clips, on_page=True),
+    Metric(name="sound_tokens", reduce=_SUM, tag="modality/audio/tokens", when=_if_any("sounds"), on_page=True),
+    Metric(name="video_tokens", reduce=_SUM, tag="modality/video/tokens", when=_if_any("clips"), on_page=True),
     Metric(name="text_tokens", tag="modality/text/tokens", in_file=False,
            of=lambda v: v["tokens"] - v["image_tokens"] - v["sound_tokens"] - v["video_tokens"]),
     Metric(name="skipped_samples", reduce=_SUM, tag="data/skipped_samples", over_run="sum"),
@@ -215,14 +204,15 @@ METRICS: tuple[Metric, ...] = (
            tag="assignment/replica_spread(s)"),
     Metric(name="planned_replica_spread_s", unit="s", reduce=Reduce.SPREAD, tag="assignment/replica_spread_planned(s)"),
     Metric(name="deferred_samples", note="their images were encoded with the microbatch before", reduce=_SUM,
-           tag="assignment/deferred_samples", when=_if_above_zero),
+           tag="assignment/deferred_samples", when=_if_any("deferred_samples")),
     Metric(name="deferred_gib", unit="GiB", note="activations of these works on replica 0",
-           tag="assignment/deferred(GiB)", when=_if_above_zero),
-    Metric(name="deferred_images", reduce=_SUM, tag="pipeline/deferred_images", when=_if_deferral),
+           tag="assignment/deferred(GiB)", when=_if_any("deferred_gib")),
+    Metric(name="deferred_images", reduce=_SUM, tag="pipeline/deferred_images",
+           when=_if_any("deferred_images", "not_deferred")),
     Metric(name="not_deferred", note="microbatches, for lack of memory", reduce=_SUM, tag="pipeline/not_deferred",
-           when=_if_deferral),
+           when=_if_any("deferred_images", "not_deferred")),
     Metric(name="assignment_s", unit="s", note="where the batch was made", tag="assignment/seconds",
-           when=_if_above_zero),
+           when=_if_any("assignment_s")),
     Metric(name="unassigned", note="the policy could not place the samples", reduce=_SUM, over_run="steps"),
     # ------------------------------------------------------------------------------------------ the planner
     Metric(name="plan_evaluations", note="0: not known", tag="planner/evaluations", when=_always, text=_plan_text),

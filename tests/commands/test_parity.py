@@ -87,27 +87,27 @@ def test_a_right_layout_passes(tmp_path, charts, capsys):
 
 
 def scale_one_gradient(device, *args):
-    import mmtrain.trainer
+    from mmtrain.parallel import batch_runner
 
-    fill = mmtrain.trainer.fill_missing_grads
+    fill = batch_runner.fill_missing_grads
 
     def broken(parameters):
         fill(parameters)
         if dist.get_rank() == 1:
             next(p.grad for p in parameters if p.grad is not None).mul_(1.1)
 
-    mmtrain.trainer.fill_missing_grads = broken
+    batch_runner.fill_missing_grads = broken
     SAVE_GRADIENTS(device, *args)
 
 
 def raise_on_rank_1(device, *args):
-    import mmtrain.trainer
+    from mmtrain.parallel import batch_runner
 
     def broken(parameters):
         if dist.get_rank() == 1:
             raise RuntimeError("a bug of the layout")
 
-    mmtrain.trainer.fill_missing_grads = broken
+    batch_runner.fill_missing_grads = broken
     SAVE_GRADIENTS(device, *args)
 
 
