@@ -64,7 +64,7 @@ from mmtrain.parallel.meeting import Patience, meet
 from mmtrain.parallel.mesh import Mesh, init_process_group, pick_device
 from mmtrain.parallel.optim import lr_factor, set_lr
 from mmtrain.parallel.placement import Placement
-from mmtrain.parallel.planning import PendingPlan, PlanAhead, Planned, Search
+from mmtrain.parallel.planning import PendingPlan, PlanAhead, Planned
 from mmtrain.parallel.replica_data import Item
 from mmtrain.parallel.roll_call import RollCall, common_reason, is_communication
 from mmtrain.parallel.runtime import StepOutcome
@@ -73,7 +73,7 @@ from mmtrain.parallel.torch_private import default_store, set_default_timeout, s
 from mmtrain.planner.iteration import IterationPlan
 from mmtrain.planner.job import Job
 from mmtrain.planner.partition.partition import Partition
-from mmtrain.planner.plan import make_plan
+from mmtrain.planner.plan import Search, make_plan
 from mmtrain.simulator.job import make_job
 
 logger = logging.getLogger("mmtrain")
