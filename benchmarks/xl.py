@@ -26,7 +26,8 @@ from mmtrain.run_page.breakdown_chart import drawing
 from mmtrain.schedule.view.draw import painted
 from mmtrain.simulator.breakdown import Part
 from mmtrain.simulator.job import make_job
-from mmtrain.simulator.study import Answer, Question, breakdown_rows, simulate_job
+from mmtrain.simulator.study import Answer, Question, simulate_job
+from mmtrain.simulator.study_report import breakdown_rows
 from mmtrain.simulator.typical_iterations import usual_workload
 from mmtrain.simulator.workloads import draw
 

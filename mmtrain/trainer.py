@@ -68,9 +68,7 @@ logger = logging.getLogger("mmtrain")
 class Trainer:
     """One rank of a training job."""
 
-    def __init__(
-        self, config: Config, *, search: Search = make_plan, observers: Iterable[Observer] = ()
-    ) -> None:
+    def __init__(self, config: Config, *, search: Search = make_plan, observers: Iterable[Observer] = ()) -> None:
         """Checks the config, and prepares all that needs no process group.
 
         Args:

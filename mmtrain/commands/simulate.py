@@ -54,7 +54,8 @@ def _simulate(args: argparse.Namespace) -> int:
     from mmtrain.planner.search_settings import PLANNED
     from mmtrain.run_page import breakdown_chart, line_chart
     from mmtrain.schedule.view.draw import document, painted, trace_events
-    from mmtrain.simulator.study import Question, simulate_job, table, to_json
+    from mmtrain.simulator.study import Question, simulate_job
+    from mmtrain.simulator.study_report import table, to_json
 
     for option, path in (("--trace", args.trace), ("--png", args.png), ("--breakdown", args.breakdown)):
         if path is not None and not path.parent.is_dir():

@@ -15,7 +15,7 @@ from mmtrain.errors import ConfigError
 from mmtrain.parallel.build import LocalModel, build_local_model
 from mmtrain.parallel.mesh import Mesh, build_mesh
 from mmtrain.parallel.optim import LocalOptimizers, build_optimizers, check_groups
-from mmtrain.parallel.planning import PlanAhead, Search
+from mmtrain.parallel.planning import PlanAhead
 from mmtrain.parallel.position_losses import PositionLosses
 from mmtrain.parallel.replica_data import ReplicaData
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
@@ -23,6 +23,7 @@ from mmtrain.parallel.torch_private import end_groups, process_groups
 from mmtrain.planner.assignment.step_assigner import StepAssigner
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.job import Job
+from mmtrain.planner.plan import Search
 from mmtrain.planner.search import search as searching
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,13 +30,11 @@ from mmtrain.parallel.build import check_same_program
 from mmtrain.parallel.mesh import Mesh, second_replica_group
 from mmtrain.planner.bound import lower_bound_s
 from mmtrain.planner.iteration import Iteration, IterationPlan, IterationPlanner
-from mmtrain.planner.plan import best_of
+from mmtrain.planner.plan import Search, best_of
 from mmtrain.planner.result import PlanKind, PlanResult
-from mmtrain.planner.search.search import SearchOptions
 from mmtrain.planner.search_settings import search_options, search_seed, search_threads
 from mmtrain.schedule.io.wire import from_bytes, to_bytes
 from mmtrain.schedule.plan import check
-from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import simulate
 
 logger = logging.getLogger("mmtrain")
@@ -62,16 +60,6 @@ class PlanStatus(IntEnum):
     """The threads of the replica cannot communicate any more; there will be no further search."""
     ERROR = 5
     """The iteration itself is wrong: lost images, layers that do not fit. This ends the job."""
-
-
-class Search(Protocol):
-    """Finds the plans of iterations, as `make_plan` does."""
-
-    def __call__(
-        self, problem: PlanningProblem, options: SearchOptions, /, *, cancelled: Callable[[], bool]
-    ) -> PlanResult:
-        """The best plan found. Args: cancelled: asked now and then; the search ends early where it says True."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ make_plan(problem, JobMethod.searching(schedule, section, seed=0))    the plan t
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from mmtrain.config.sections import PlannerConfig
 from mmtrain.costs.noise import EXACT, Noise
@@ -22,6 +23,16 @@ from mmtrain.schedule.passes.offload import offload
 from mmtrain.schedule.plan import check
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.recipe.files import schedule_of
+
+
+class Search(Protocol):
+    """Finds the plans of iterations, as `make_plan` does."""
+
+    def __call__(
+        self, problem: PlanningProblem, options: SearchOptions, /, *, cancelled: Callable[[], bool]
+    ) -> PlanResult:
+        """The best plan found. Args: cancelled: asked now and then; the search ends early where it says True."""
+        ...
 
 
 @dataclass(frozen=True)

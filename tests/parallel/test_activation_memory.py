@@ -470,4 +470,5 @@ def test_a_limit_below_the_recomputation_of_one_block_is_refused_with_the_number
 def test_flops_of_the_model_do_not_count_what_is_repeated():
     model, full = planner("full")
     batching, _ = full.problem(make_batch(model, [[1]], seed=1)[1])
-    assert full.flops(batching) == dataclasses.replace(full, memory=MemoryChoices()).flops(batching)
+    job = full.job
+    assert job.flops(batching) == dataclasses.replace(job, memory=MemoryChoices()).flops(batching)

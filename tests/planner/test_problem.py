@@ -9,7 +9,8 @@ from mmtrain.modality.metadata import IterationMeta
 from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.batching import make_batching
 from mmtrain.planner.partition.partition import partition
-from mmtrain.planner.problem import LEAST_BACKWARD_S, make_problem
+from mmtrain.planner.prices import LEAST_BACKWARD_S
+from mmtrain.planner.problem import make_problem
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.spec.spec import ModelSpec, ModuleSpec, Rates, WorkSize

@@ -11,7 +11,8 @@ import pytest
 from mmtrain.commands.cli import main
 from mmtrain.config import config
 from mmtrain.errors import ConfigError
-from mmtrain.simulator.study import Answer, Question, simulate_job, table, to_json, with_schedule
+from mmtrain.simulator.study import Answer, Question, simulate_job, with_schedule
+from mmtrain.simulator.study_report import table, to_json
 from tests.jobs import write_sound_config
 
 ROOT = Path(__file__).resolve().parents[2]

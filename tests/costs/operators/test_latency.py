@@ -1,4 +1,6 @@
 import dataclasses
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -124,3 +126,19 @@ def test_products_are_slowed_and_the_rest_is_not() -> None:
     latencies, graph = Latencies(MACHINE), Graph(operators=ops)
     assert latencies(graph, WorkSize(rows=1000, pairs=0, outputs=0)).tolist() == pytest.approx([2.0, 1.0])
     assert latencies(graph, WorkSize(rows=100, pairs=0, outputs=0)).tolist() == pytest.approx([20.0, 1.0])
+
+
+def test_threads_that_price_works_at_the_same_time_get_their_own_seconds() -> None:
+    norm = Operator(name="x", kind=OpKind.NORM, mem_bytes=Rates(row=1.0))
+    latencies, graph = Latencies(MACHINE), Graph(operators=(norm,))
+
+    def price(rows: int) -> set[float]:
+        return {float(latencies(graph, WorkSize(rows=rows, pairs=0, outputs=0))[0]) for _ in range(40_000)}
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            assert list(pool.map(price, (50, 500))) == [{10.0 + 0.25}, {100.0 + 0.25}]
+    finally:
+        sys.setswitchinterval(before)
