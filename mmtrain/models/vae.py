@@ -6,89 +6,18 @@ of the posterior, equal for each use of a clip.
 Shape legend: N clips; C, F, H, W channels, frames, rows and columns of latents; V latent positions of all clips.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mmtrain.config.model import ModelConfig
 from mmtrain.errors import DataError
-from mmtrain.models.adapters import build_diffusers
+from mmtrain.models.adapters import vae_adapter
 from mmtrain.models.chunk import Chunk
 from mmtrain.spec.model_configs import vae_config
 from mmtrain.spec.spec import ModelSpec
 from mmtrain.spec.vae_shapes import PIXEL_CHANNELS, Size, VaeShape, vae_shape
-
-_PIXELS_AT_ONCE = 1 << 20
-"""Pixels of the frames that a VAE of single images encodes together."""
-
-
-class VaeAdapter(ABC):
-    """How one class of VAEs is called."""
-
-    name: str
-    """Of the class in diffusers."""
-
-    def build(self, values: dict[str, Any]) -> Any:
-        """The whole module with parameters on the meta device.
-
-        Raises: ConfigError: diffusers is not installed, or its class refuses the config.
-        """
-        return build_diffusers("model.vae", self.name, values)
-
-    @abstractmethod
-    def mode(self, vae: Any, pixels: Tensor) -> Tensor:
-        """The mode of the posterior of one clip, [C, F, H, W]. Args: pixels: [3, frames, height, width]."""
-
-    @abstractmethod
-    def decode(self, vae: Any, latents_CFHW: Tensor) -> Tensor:
-        """[3, frames, height, width] that one clip's latents stand for; in their own scale, not a DiT's."""
-
-    def init_own(self, module: nn.Module) -> None:
-        """Initialises the parameters that a module of the VAE holds itself, by its class's rule."""
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
-
-
-class AutoencoderKL(VaeAdapter):
-    """Each frame by itself, as an image."""
-
-    name = "AutoencoderKL"
-
-    def mode(self, vae: Any, pixels: Tensor) -> Tensor:
-        _, _, height, width = pixels.shape
-        frames = pixels.transpose(0, 1).split(max(1, _PIXELS_AT_ONCE // (height * width)))
-        latents_FCHW = torch.cat([vae.encode(part).latent_dist.mode() for part in frames])
-        return latents_FCHW.transpose(0, 1)
-
-    def decode(self, vae: Any, latents_CFHW: Tensor) -> Tensor:
-        frames = [vae.decode(frame[None]).sample for frame in latents_CFHW.transpose(0, 1)]
-        return torch.cat(frames).transpose(0, 1)
-
-
-class AutoencoderKLWan(VaeAdapter):
-    """The first frame, then four at a time."""
-
-    name = "AutoencoderKLWan"
-
-    def mode(self, vae: Any, pixels: Tensor) -> Tensor:
-        latents: Tensor = vae.encode(pixels[None]).latent_dist.mode()[0]
-        return latents
-
-    def decode(self, vae: Any, latents_CFHW: Tensor) -> Tensor:
-        pixels: Tensor = vae.decode(latents_CFHW[None]).sample[0]
-        return pixels
-
-    def init_own(self, module: nn.Module) -> None:
-        if isinstance(scale := getattr(module, "gamma", None), nn.Parameter):
-            nn.init.ones_(scale)
-        super().init_own(module)
-
-
-ADAPTERS: dict[str, VaeAdapter] = {"autoencoder_kl": AutoencoderKL(), "autoencoder_kl_wan": AutoencoderKLWan()}
-"""By the `model_type` of `models.families`."""
 
 
 class VaeChunk(Chunk):
@@ -97,7 +26,7 @@ class VaeChunk(Chunk):
     def __init__(self, model: ModelConfig, shape: VaeShape, spec: ModelSpec, layers: tuple[int, int]) -> None:
         assert model.vae is not None
         super().__init__(spec.module("vae"), layers)
-        self.shape, self.adapter = shape, ADAPTERS[shape.model_type]
+        self.shape, self.adapter = shape, vae_adapter(shape.model_type)
         self.vae = self.adapter.build(vae_config(model.vae))
         self.vae.decoder = self.vae.post_quant_conv = None
         self.vae.requires_grad_(False)
@@ -132,7 +61,7 @@ class VaeDecoder(nn.Module):
         super().__init__()
         assert model.vae is not None
         self.shape = vae_shape(model)
-        self.adapter = ADAPTERS[self.shape.model_type]
+        self.adapter = vae_adapter(self.shape.model_type)
         self.vae = self.adapter.build(vae_config(model.vae))
         self.vae.encoder = self.vae.quant_conv = None
         self.vae.requires_grad_(False)

@@ -1,0 +1,5 @@
+"""The class of Mistral in transformers."""
+
+from mmtrain.models.adapters import Decoder
+
+ADAPTERS = {"mistral": Decoder("Mistral")}
