@@ -16,8 +16,8 @@ MOST = 2**24
 """Largest number of rows, columns, channels, tokens or positions: more needs terabytes, or is a mistake."""
 
 ROW_FRAMES = 5
-"""Log-mel frames that the two convolutions of Whisper read for one row: from 2 r - 2 to 2 r + 2 for row r. They are the
-patch of a row where sounds of any length are packed."""
+"""Log-mel frames that the two convolutions of an encoder of sound read for one row: from 2 r - 2 to 2 r + 2 for row r.
+They are the patch of a row where sounds of any length are packed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

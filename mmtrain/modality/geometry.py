@@ -12,7 +12,7 @@ from typing import Any, Literal
 from mmtrain.config.model import ModelConfig, section_of
 from mmtrain.errors import ConfigError, DataError
 from mmtrain.families.catalogue import ENCODERS
-from mmtrain.families.family import named
+from mmtrain.families.family import Images, named
 from mmtrain.families.shapes import single_size
 from mmtrain.spec.model_configs import encoder_config
 from mmtrain.spec.vision_shapes import vision_shape
@@ -225,50 +225,63 @@ def image_geometry(
     channels = encoder.get("num_channels", encoder.get("in_channels", encoder.get("in_chans", 3)))
     if channels != 3:
         raise ConfigError(f"{section}: {channels} colour channels; images are read as RGB, so set it to 3")
-    values, layout = {**family.defaults, **encoder}, family.images.layout
-    patch = single_size(section, "patch_size", values["patch_size"])
-    if layout == "native":
-        geometry = ImageGeometry(
-            layout="packed",
-            patch_size=patch,
-            merge=spatial_merge,
-            temporal_patch_size=single_size(section, "temporal_patch_size", values["temporal_patch_size"]),
-            min_pixels=min_pixels or family.images.min_pixels,
-            max_pixels=max_pixels or family.images.max_pixels,
-        )
-        if geometry.max_pixels < max(geometry.min_pixels, (patch * spatial_merge) ** 2):
-            raise ConfigError(
-                f"data.max_pixels = {geometry.max_pixels} is below the smallest image: data.min_pixels = "
-                f"{geometry.min_pixels}, and one token covers {(patch * spatial_merge) ** 2} pixels; raise it, or "
-                "lower data.min_pixels"
-            )
-        return geometry
-    if layout == "filled":
-        if min_pixels:
-            raise ConfigError(
-                f"data.min_pixels = {min_pixels}: images of a {kind} encoder always have as many patches as "
-                "data.max_pixels allows; remove it"
-            )
-        max_patches = max_pixels // patch**2 if max_pixels else values["num_patches"]
-        if max_patches < spatial_merge**2:
-            raise ConfigError(
-                f"data.max_pixels = {max_pixels}: an image has at most {max_patches} patches, but one token covers "
-                f"{spatial_merge**2}; raise it"
-            )
-        return ImageGeometry(
-            layout="packed", patch_size=patch, merge=spatial_merge, max_patches=max_patches, pixel_major=True
-        )
+    values = {**family.defaults, **encoder}
+    if family.images.layout == "native":
+        return _native(values, family.images, section, spatial_merge, min_pixels, max_pixels)
+    if family.images.layout == "filled":
+        return _filled(values, section, spatial_merge, min_pixels, max_pixels)
     if min_pixels or max_pixels:
         raise ConfigError(
             f"data.min_pixels = {min_pixels}, data.max_pixels = {max_pixels}: a {kind} encoder has "
             "one fixed image size (its image_size); remove both"
         )
+    patch = single_size(section, "patch_size", values["patch_size"])
     size = single_size(section, "image_size", values["image_size"])
     if size % patch or (size // patch) % spatial_merge:
         raise ConfigError(
             f"{section}: image_size = {size} must be a multiple of patch_size * spatial_merge = "
             f"{patch} * {spatial_merge}; change model.projector.spatial_merge or the encoder's sizes"
         )
+    layout = family.images.layout
     return ImageGeometry(
         layout=layout, patch_size=patch, merge=spatial_merge, extra_tokens=extra_tokens, image_size=size
     )
+
+
+def _native(
+    values: Mapping[str, Any], images: Images, section: str, merge: int, min_pixels: int, max_pixels: int
+) -> ImageGeometry:
+    """Images that keep their size within limits of the area. Args: as of `image_geometry`."""
+    patch = single_size(section, "patch_size", values["patch_size"])
+    geometry = ImageGeometry(
+        layout="packed",
+        patch_size=patch,
+        merge=merge,
+        temporal_patch_size=single_size(section, "temporal_patch_size", values["temporal_patch_size"]),
+        min_pixels=min_pixels or images.min_pixels,
+        max_pixels=max_pixels or images.max_pixels,
+    )
+    if geometry.max_pixels < max(geometry.min_pixels, (patch * merge) ** 2):
+        raise ConfigError(
+            f"data.max_pixels = {geometry.max_pixels} is below the smallest image: data.min_pixels = "
+            f"{geometry.min_pixels}, and one token covers {(patch * merge) ** 2} pixels; raise it, or "
+            "lower data.min_pixels"
+        )
+    return geometry
+
+
+def _filled(values: Mapping[str, Any], section: str, merge: int, min_pixels: int, max_pixels: int) -> ImageGeometry:
+    """Images that are as large as a number of patches allows. Args: as of `image_geometry`."""
+    if min_pixels:
+        raise ConfigError(
+            f"data.min_pixels = {min_pixels}: images of a {values['model_type']} encoder always have as many patches "
+            "as data.max_pixels allows; remove it"
+        )
+    patch = single_size(section, "patch_size", values["patch_size"])
+    max_patches = max_pixels // patch**2 if max_pixels else values["num_patches"]
+    if max_patches < merge**2:
+        raise ConfigError(
+            f"data.max_pixels = {max_pixels}: an image has at most {max_patches} patches, but one token covers "
+            f"{merge**2}; raise it"
+        )
+    return ImageGeometry(layout="packed", patch_size=patch, merge=merge, max_patches=max_patches, pixel_major=True)

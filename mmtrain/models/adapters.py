@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
@@ -46,6 +47,8 @@ class RankRows:
 class Adapter(ABC):
     """How to build and prune one family."""
 
+    classes: tuple[type[PreTrainedConfig], Callable[[Any], PreTrainedModel]]
+    """The Hugging Face config class, and the function that builds the module from such a config."""
     blocks: str
     """Name of the list of blocks inside of the module."""
     embed: tuple[str, ...]
@@ -55,16 +58,12 @@ class Adapter(ABC):
     fused_qkv: tuple[str, ...] = ()
     """Layers of a block that make query, key and value at once, with head-major rows: see `fused_qkv`."""
 
-    @abstractmethod
-    def classes(self) -> tuple[type[PreTrainedConfig], Any]:
-        """The Hugging Face config class, and the function that builds the module from such a config."""
-
     def build(self, values: dict[str, Any], attention: str = PACKED) -> PreTrainedModel:
         """The whole module with parameters on the meta device and real buffers.
 
         Raises: ConfigError: the Hugging Face class refuses the config.
         """
-        config_class, make = self.classes()
+        config_class, make = self.classes
         # Copied, since the classes change nested tables. Null is no window; of other keys it is the default.
         given = {k: v for k, v in values.items() if k != "model_type" and (v is not None or k == "sliding_window")}
         fields = copy.deepcopy(given)
@@ -200,12 +199,8 @@ class Decoder(Adapter):
     """The class of transformers that reads what its `save_pretrained` writes."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
-
-    def classes(self) -> tuple[type[PreTrainedConfig], Any]:
-        import transformers
-
-        return getattr(transformers, f"{self.name}Config"), getattr(transformers, f"{self.name}ForCausalLM")
+        """Args: name: how the names of its classes begin."""
+        self.classes = getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
 
     def build(self, values: dict[str, Any], attention: str = PACKED) -> PreTrainedModel:
         return super().build({**values, "use_cache": False}, attention)
@@ -223,11 +218,9 @@ class TextPart(Decoder):
 
     reader = "AutoModel"
 
-    def classes(self) -> tuple[type[PreTrainedConfig], Any]:
-        import transformers
-
-        text_model = getattr(transformers, f"{self.name}TextModel")
-        return text_model.config_class, lambda config: _with_head(text_model, config)
+    def __init__(self, name: str) -> None:
+        text_model = getattr(transformers, f"{name}TextModel")
+        self.classes = text_model.config_class, lambda config: _with_head(text_model, config)
 
 
 class VaeAdapter(ABC):

@@ -68,9 +68,9 @@ class Features(NamedTuple):
 
 
 def selected_features(section: EncoderConfig) -> Features:
-    """The features that the projector reads, from the section, or from the LLaVA model that it names.
+    """The features that the projector reads, from the section, or from the whole model that it names.
 
-    Raises: ConfigError: the LLaVA model joins the outputs of several layers.
+    Raises: ConfigError: the whole model joins the outputs of several layers.
     """
     source = f"model.encoder.pretrained = {shown(section.pretrained)}"
     values = _settings("model.encoder", section.pretrained) if section.pretrained else {}

@@ -14,7 +14,7 @@ FAMILIES = {**ENCODERS, **LANGUAGES}
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_defaults_are_those_of_hugging_face(model_type):
-    config_class, _ = ADAPTERS[model_type].classes()
+    config_class, _ = ADAPTERS[model_type].classes
     theirs = config_class()
     assert theirs.model_type in (model_type, *FAMILIES[model_type].parents)
     for key, default in FAMILIES[model_type].defaults.items():

@@ -45,7 +45,7 @@ def build(model, module, cuts=(), *, seed=3, dtype=torch.float32):
 
 def whole(chunk, prefix, adapter, values, attention="sdpa"):
     """The complete Hugging Face module with the weights of a chunk that holds all layers."""
-    config_class, make = adapter.classes()
+    config_class, make = adapter.classes
     config = config_class(**{k: v for k, v in values.items() if k != "model_type"})
     config._attn_implementation = attention
     theirs = make(config)
@@ -364,7 +364,7 @@ def test_rotary_frequencies_are_real_and_stay_float32(tiny):
         ("vision", vision_adapter("qwen2_vl_vision"), tiny.encoders["qwen2_vl"]),
         ("language", decoder("qwen2"), tiny.languages["qwen2"]),
     ):
-        config_class, make = adapter.classes()
+        config_class, make = adapter.classes
         theirs = make(config_class(**{k: v for k, v in values.items() if k != "model_type"}))
         for chunk in build(model, module, (2,), dtype=torch.bfloat16):
             ours = {n.removeprefix(f"{module}."): b for n, b in chunk.named_buffers()}

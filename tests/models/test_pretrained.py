@@ -22,7 +22,7 @@ from mmtrain.spec.builders import model_spec
 def hugging_face(adapter, values):
     """The complete module with random weights, its heads and poolers included."""
     torch.manual_seed(5)
-    config_class, make = adapter.classes()
+    config_class, make = adapter.classes
     config = config_class(**{k: v for k, v in values.items() if k != "model_type"})
     if config_class.__name__ == "ViTConfig":
         from transformers import ViTModel

@@ -1,13 +1,12 @@
 """The projector of LLaVA in transformers."""
 
 from torch import nn
+from transformers import LlavaConfig
+from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 
 
 def projector(width: int, outputs: int, hidden_act: str) -> nn.Module:
     """Two linear layers. Args: see `models.adapters.make_projector_of`."""
-    from transformers import LlavaConfig
-    from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
-
     one_head = {"num_attention_heads": 1, "num_key_value_heads": 1}  # of modules that are not made
     config = LlavaConfig(
         vision_config={"model_type": "clip_vision_model", "hidden_size": width, **one_head},

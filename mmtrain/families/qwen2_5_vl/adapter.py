@@ -3,7 +3,9 @@
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
 from mmtrain.families.shapes import FULL, WINDOWED
 from mmtrain.families.windows import window_rows
@@ -14,11 +16,7 @@ from mmtrain.models.adapters import PackedVision, RankRows, TextPart
 class Qwen25VLVision(PackedVision):
     """The Qwen2.5-VL vision transformer: most blocks attend inside of windows, each of them one run of rows."""
 
-    def classes(self) -> tuple[type[PreTrainedConfig], Any]:
-        from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
-        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
-
-        return Qwen2_5_VLVisionConfig, Qwen2_5_VisionTransformerPretrainedModel
+    classes = Qwen2_5_VLVisionConfig, Qwen2_5_VisionTransformerPretrainedModel
 
     def context(self, tower: PreTrainedModel, x_rD: Tensor, rows: RankRows) -> Any:
         full, shape = super().context(tower, x_rD, rows), rows.shape

@@ -1,8 +1,7 @@
 """The classes of Qwen2-VL in transformers."""
 
-from typing import Any
-
-from transformers import PreTrainedConfig
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
 from mmtrain.models.adapters import PackedVision, TextPart
 
@@ -10,11 +9,7 @@ from mmtrain.models.adapters import PackedVision, TextPart
 class Qwen2VLVision(PackedVision):
     """The Qwen2-VL vision transformer."""
 
-    def classes(self) -> tuple[type[PreTrainedConfig], Any]:
-        from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
-        from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
-
-        return Qwen2VLVisionConfig, Qwen2VisionTransformerPretrainedModel
+    classes = Qwen2VLVisionConfig, Qwen2VisionTransformerPretrainedModel
 
 
 ADAPTERS = {"qwen2_vl_vision": Qwen2VLVision(), "qwen2_vl_text": TextPart("Qwen2VL")}

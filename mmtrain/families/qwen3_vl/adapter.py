@@ -1,11 +1,12 @@
 """The classes of Qwen3-VL in transformers."""
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+from transformers.vision_utils import get_vision_interpolation_indices_and_weights
 
 from mmtrain.models.adapters import PackedVision, RankRows, TextPart
 
@@ -13,17 +14,10 @@ from mmtrain.models.adapters import PackedVision, RankRows, TextPart
 class Qwen3VLVision(PackedVision):
     """The Qwen3-VL vision transformer: learned positions in addition, and a merger for the output of some blocks."""
 
+    classes = Qwen3VLVisionConfig, Qwen3VLVisionModel
     embed, mergers = ("patch_embed", "pos_embed"), ("merger", "deepstack_merger_list")
 
-    def classes(self) -> tuple[type[PreTrainedConfig], Any]:
-        from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
-        from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
-
-        return Qwen3VLVisionConfig, Qwen3VLVisionModel
-
     def call_embed(self, tower: PreTrainedModel, pixels: Tensor, rows: RankRows) -> Tensor:
-        from transformers.vision_utils import get_vision_interpolation_indices_and_weights
-
         x_RD = tower.patch_embed(pixels)
         index, weight = get_vision_interpolation_indices_and_weights(
             torch.tensor(rows.grids),

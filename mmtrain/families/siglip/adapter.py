@@ -1,7 +1,6 @@
 """The class of SigLIP in transformers."""
 
-from typing import Any
-
+import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from mmtrain.models.adapters import MaskedVision
@@ -11,18 +10,17 @@ class Siglip(MaskedVision):
     """The SigLIP vision transformer without its pooling head."""
 
     blocks, embed, norm = "encoder.layers", ("embeddings",), "post_layernorm"
-    name = "Siglip"
 
-    def classes(self) -> tuple[type[PreTrainedConfig], Any]:
-        import transformers
-
-        model = getattr(transformers, f"{self.name}VisionModel")
+    def __init__(self, name: str) -> None:
+        """Args: name: how the names of its classes begin."""
+        model = getattr(transformers, f"{name}VisionModel")
 
         def make(config: PreTrainedConfig) -> PreTrainedModel:
             config.vision_use_head = False
-            return model(config)
+            made: PreTrainedModel = model(config)
+            return made
 
-        return getattr(transformers, f"{self.name}VisionConfig"), make
+        self.classes = getattr(transformers, f"{name}VisionConfig"), make
 
 
-ADAPTERS = {"siglip_vision_model": Siglip()}
+ADAPTERS = {"siglip_vision_model": Siglip("Siglip")}

@@ -12,8 +12,6 @@ from mmtrain.models.adapters import RankRows, block_positions
 class Siglip2(Siglip):
     """The SigLIP 2 vision transformer for images of any size (NaFlex), packed, without its pooling head."""
 
-    name = "Siglip2"
-
     def call_embed(self, tower: PreTrainedModel, pixels: Tensor, rows: RankRows) -> Tensor:
         embeddings = tower.embeddings
         side, merge = embeddings.position_embedding_size, rows.shape.merge
@@ -31,4 +29,4 @@ class Siglip2(Siglip):
         return embeddings.patch_embedding(pixels.to(embeddings.patch_embedding.weight.dtype)) + positions
 
 
-ADAPTERS = {"siglip2_vision_model": Siglip2()}
+ADAPTERS = {"siglip2_vision_model": Siglip2("Siglip2")}

@@ -1,8 +1,8 @@
 """The class of ViT in transformers."""
 
-from typing import Any
+from functools import partial
 
-from transformers import PreTrainedConfig
+from transformers import ViTConfig, ViTModel
 
 from mmtrain.models.adapters import MaskedVision
 
@@ -10,13 +10,9 @@ from mmtrain.models.adapters import MaskedVision
 class ViT(MaskedVision):
     """The ViT without its pooler."""
 
+    classes = ViTConfig, partial(ViTModel, add_pooling_layer=False)
     blocks, embed, norm = "layers", ("embeddings",), "layernorm"
     extra_rows = 1
-
-    def classes(self) -> tuple[type[PreTrainedConfig], Any]:
-        from transformers import ViTConfig, ViTModel
-
-        return ViTConfig, lambda config: ViTModel(config, add_pooling_layer=False)
 
 
 ADAPTERS = {"vit": ViT()}

@@ -3,12 +3,11 @@
 Shape legend: N windows; R rows of all of them; F frames of a spectrogram; B its mel bins; D encoder width.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel, WhisperConfig
+from transformers.models.whisper import modeling_whisper
 
 from mmtrain.families.shapes import ROW_FRAMES
 from mmtrain.models.adapters import MaskedVision, RankRows
@@ -18,13 +17,8 @@ class WhisperEncoder(MaskedVision):
     """The Whisper encoder: a log-mel spectrogram [mel bins, 2 x frames] is an image of one row of frames. Where rows
     are packed, a patch is all that one row reads of it, see `models.spectrogram`."""
 
+    classes = WhisperConfig, modeling_whisper.WhisperEncoder
     blocks, embed, norm = "layers", ("conv1", "conv2", "embed_positions"), "layer_norm"
-
-    def classes(self) -> tuple[type[PreTrainedConfig], Any]:
-        from transformers import WhisperConfig
-        from transformers.models.whisper.modeling_whisper import WhisperEncoder
-
-        return WhisperConfig, WhisperEncoder
 
     def call_embed(self, tower: PreTrainedModel, pixels: Tensor, rows: RankRows) -> Tensor:
         if rows.shape.packed:
