@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,11 +24,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from mmtrain.errors import ConfigError, DataError
-from mmtrain.families.catalogue import FOLDERS
+from mmtrain.families.catalogue import FOLDERS, TABLES
 from mmtrain.families.shapes import VisionShape
+from mmtrain.families.tensor_table import TensorTable
 from mmtrain.families.windows import Grid
 from mmtrain.modality.bitfield import Bits, segment_bits
 from mmtrain.models.attention.context import PACKED, AttentionContext
+
+Classes = tuple[type[PreTrainedConfig], Callable[[Any], PreTrainedModel]]
+"""The Hugging Face config class, and the function that builds the module from such a config."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,18 +50,20 @@ class RankRows:
 
 
 class Adapter(ABC):
-    """How to build and prune one family."""
+    """How to build and prune one network of a family, whose table names its layers."""
 
-    classes: tuple[type[PreTrainedConfig], Callable[[Any], PreTrainedModel]]
-    """The Hugging Face config class, and the function that builds the module from such a config."""
-    blocks: str
-    """Name of the list of blocks inside of the module."""
-    embed: tuple[str, ...]
-    """Names of the first layer's modules."""
-    norm: str = ""
-    """Name of the norm after the last block; empty: none."""
+    classes: Classes
     fused_qkv: tuple[str, ...] = ()
     """Layers of a block that make query, key and value at once, with head-major rows: see `fused_qkv`."""
+
+    def __init__(self, table: TensorTable) -> None:
+        """Args: table: of its network; names in it begin with that of the module."""
+        self.blocks = _inside(table.blocks)
+        """Name of the list of blocks inside of the module."""
+        self.embed = [_inside(name) for name in table.embed]
+        """Names of the first layer's modules."""
+        self.norm = _inside(next(iter(table.norm), ""))
+        """Name of the norm after the last block; empty: none."""
 
     def build(self, values: dict[str, Any], attention: str = PACKED) -> PreTrainedModel:
         """The whole module with parameters on the meta device and real buffers.
@@ -89,8 +96,11 @@ class Adapter(ABC):
 class VisionAdapter(Adapter):
     """How to call one encoder family on two-dimensional activations [R, D]."""
 
-    mergers: tuple[str, ...] = ()
-    """Names of the modules of its own merger; empty: it has none."""
+    def __init__(self, table: TensorTable) -> None:
+        super().__init__(table)
+        merger_names = (_inside(name).partition(".")[0] for name in (*table.merger, *table.tap_merger))
+        self.mergers = list(dict.fromkeys(merger_names))
+        """Names of the modules of its own merger; empty: it has none."""
 
     def keep(
         self, module: PreTrainedModel, *, embed: bool, blocks: list[int], norm: bool, merger: bool = False
@@ -140,9 +150,7 @@ class VisionAdapter(Adapter):
 class PackedVision(VisionAdapter):
     """Encoders of packed images of any size with rotary positions, whose own merger is optional."""
 
-    blocks, fused_qkv = "blocks", ("attn.qkv",)
-    embed: tuple[str, ...] = ("patch_embed",)
-    mergers: tuple[str, ...] = ("merger",)
+    fused_qkv = ("attn.qkv",)
 
     def rows(self, grid: Grid) -> int:
         return grid[0] * grid[1] * grid[2]
@@ -194,13 +202,16 @@ class MaskedVision(VisionAdapter):
 class Decoder(Adapter):
     """A decoder-only language model with its head."""
 
-    blocks, embed, norm = "model.layers", ("model.embed_tokens",), "model.norm"
     reader = "AutoModelForCausalLM"
     """The class of transformers that reads what its `save_pretrained` writes."""
 
-    def __init__(self, name: str) -> None:
-        """Args: name: how the names of its classes begin."""
-        self.classes = getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
+    def __init__(self, name: str, table: TensorTable) -> None:
+        """Args: name: how the names of its classes begin. table: as of `Adapter`."""
+        super().__init__(table)
+        self.classes = self._classes(name)
+
+    def _classes(self, name: str) -> Classes:
+        return getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
 
     def build(self, values: dict[str, Any], attention: str = PACKED) -> PreTrainedModel:
         return super().build({**values, "use_cache": False}, attention)
@@ -218,9 +229,9 @@ class TextPart(Decoder):
 
     reader = "AutoModel"
 
-    def __init__(self, name: str) -> None:
+    def _classes(self, name: str) -> Classes:
         text_model = getattr(transformers, f"{name}TextModel")
-        self.classes = text_model.config_class, lambda config: _with_head(text_model, config)
+        return text_model.config_class, lambda config: _with_head(text_model, config)
 
 
 class VaeAdapter(ABC):
@@ -250,21 +261,23 @@ class VaeAdapter(ABC):
             module.reset_parameters()
 
 
+@cache
 def vision_adapter(model_type: str) -> VisionAdapter:
     """The adapter of an encoder."""
-    adapter: VisionAdapter = _adapters(model_type).ADAPTERS[model_type]
+    adapter: VisionAdapter = _adapters(model_type).ADAPTERS[model_type](TABLES[model_type])
     return adapter
 
 
+@cache
 def decoder(model_type: str) -> Decoder:
     """The adapter of a language model."""
-    adapter: Decoder = _adapters(model_type).ADAPTERS[model_type]
+    adapter: Decoder = _adapters(model_type).ADAPTERS[model_type](TABLES[model_type])
     return adapter
 
 
 def vae_adapter(model_type: str) -> VaeAdapter:
     """The adapter of a VAE."""
-    adapter: VaeAdapter = _adapters(model_type).ADAPTERS[model_type]
+    adapter: VaeAdapter = _adapters(model_type).ADAPTERS[model_type]()
     return adapter
 
 
@@ -275,6 +288,11 @@ def make_projector_of(kind: str, width: int, outputs: int, hidden_act: str) -> n
     """
     projector: nn.Module = _adapters(kind).projector(width, outputs, hidden_act)
     return projector
+
+
+def _inside(name: str) -> str:
+    """A name in a table without that of the module, with which it begins."""
+    return name.partition(".")[2]
 
 
 def _adapters(name: str) -> Any:

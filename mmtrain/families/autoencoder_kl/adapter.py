@@ -27,4 +27,4 @@ class AutoencoderKL(VaeAdapter):
         return torch.cat(frames).transpose(0, 1)
 
 
-ADAPTERS = {"autoencoder_kl": AutoencoderKL()}
+ADAPTERS = {"autoencoder_kl": AutoencoderKL}

@@ -26,4 +26,4 @@ class AutoencoderKLWan(VaeAdapter):
         super().init_own(module)
 
 
-ADAPTERS = {"autoencoder_kl_wan": AutoencoderKLWan()}
+ADAPTERS = {"autoencoder_kl_wan": AutoencoderKLWan}

@@ -24,9 +24,9 @@ FAMILY = Family(
             dropout=("attention_dropout",),
             prefixes=("vision_model.",),
             sizes=SIZES,
-            # The norm behind the last block is for the pooled class token alone.
+            # Not run: the norm behind the last block is for the pooled class token alone.
             shape=partial(fixed_size, class_token=True, embed_norm=True, embed_bias=False),
-            table=replace(TABLE, embed={"vision.embeddings": "whole", "vision.pre_layrnorm": "whole"}, norm={}),
+            table=replace(TABLE, embed={"vision.embeddings": "whole", "vision.pre_layrnorm": "whole"}),
             images=Images(layout="cropped", processor="CLIPImageProcessor", mean=CLIP_MEAN, std=CLIP_STD),
         )
     },

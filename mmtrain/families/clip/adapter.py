@@ -9,8 +9,7 @@ class CLIP(MaskedVision):
     """The CLIP vision transformer, up to its last block: the norm after it is for the pooled class token alone."""
 
     classes = CLIPVisionConfig, CLIPVisionModel
-    blocks, embed, norm = "encoder.layers", ("embeddings", "pre_layrnorm"), "post_layernorm"
     extra_rows = 1
 
 
-ADAPTERS = {"clip_vision_model": CLIP()}
+ADAPTERS = {"clip_vision_model": CLIP}

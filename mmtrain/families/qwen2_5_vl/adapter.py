@@ -1,5 +1,6 @@
 """The classes of Qwen2.5-VL in transformers."""
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,4 +29,4 @@ class Qwen25VLVision(PackedVision):
         return block(x_RD, **context[index])
 
 
-ADAPTERS = {"qwen2_5_vl_vision": Qwen25VLVision(), "qwen2_5_vl_text": TextPart("Qwen2_5_VL")}
+ADAPTERS = {"qwen2_5_vl_vision": Qwen25VLVision, "qwen2_5_vl_text": partial(TextPart, "Qwen2_5_VL")}

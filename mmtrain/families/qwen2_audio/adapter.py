@@ -24,4 +24,4 @@ def projector(width: int, outputs: int, hidden_act: str) -> nn.Module:
     )
 
 
-ADAPTERS = {"qwen2_audio_encoder": Qwen2AudioEncoder()}
+ADAPTERS = {"qwen2_audio_encoder": Qwen2AudioEncoder}

@@ -1,5 +1,7 @@
 """The classes of Qwen2-VL in transformers."""
 
+from functools import partial
+
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
@@ -12,4 +14,4 @@ class Qwen2VLVision(PackedVision):
     classes = Qwen2VLVisionConfig, Qwen2VisionTransformerPretrainedModel
 
 
-ADAPTERS = {"qwen2_vl_vision": Qwen2VLVision(), "qwen2_vl_text": TextPart("Qwen2VL")}
+ADAPTERS = {"qwen2_vl_vision": Qwen2VLVision, "qwen2_vl_text": partial(TextPart, "Qwen2VL")}

@@ -1,5 +1,7 @@
 """The classes of Qwen3-VL in transformers."""
 
+from functools import partial
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -15,7 +17,6 @@ class Qwen3VLVision(PackedVision):
     """The Qwen3-VL vision transformer: learned positions in addition, and a merger for the output of some blocks."""
 
     classes = Qwen3VLVisionConfig, Qwen3VLVisionModel
-    embed, mergers = ("patch_embed", "pos_embed"), ("merger", "deepstack_merger_list")
 
     def call_embed(self, tower: PreTrainedModel, pixels: Tensor, rows: RankRows) -> Tensor:
         x_RD = tower.patch_embed(pixels)
@@ -35,4 +36,4 @@ class Qwen3VLVision(PackedVision):
         return torch.cat([tower.merger(x_RD), *(merger(tap) for merger, tap in pairs)], dim=1)
 
 
-ADAPTERS = {"qwen3_vl_vision": Qwen3VLVision(), "qwen3_vl_text": TextPart("Qwen3VL")}
+ADAPTERS = {"qwen3_vl_vision": Qwen3VLVision, "qwen3_vl_text": partial(TextPart, "Qwen3VL")}

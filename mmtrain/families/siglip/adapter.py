@@ -1,18 +1,20 @@
 """The class of SigLIP in transformers."""
 
+from functools import partial
+
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from mmtrain.families.tensor_table import TensorTable
 from mmtrain.models.adapters import MaskedVision
 
 
 class Siglip(MaskedVision):
     """The SigLIP vision transformer without its pooling head."""
 
-    blocks, embed, norm = "encoder.layers", ("embeddings",), "post_layernorm"
-
-    def __init__(self, name: str) -> None:
-        """Args: name: how the names of its classes begin."""
+    def __init__(self, name: str, table: TensorTable) -> None:
+        """Args: name: how the names of its classes begin. table: as of `Adapter`."""
+        super().__init__(table)
         model = getattr(transformers, f"{name}VisionModel")
 
         def make(config: PreTrainedConfig) -> PreTrainedModel:
@@ -23,4 +25,4 @@ class Siglip(MaskedVision):
         self.classes = getattr(transformers, f"{name}VisionConfig"), make
 
 
-ADAPTERS = {"siglip_vision_model": Siglip("Siglip")}
+ADAPTERS = {"siglip_vision_model": partial(Siglip, "Siglip")}

@@ -1,5 +1,7 @@
 """The class of SigLIP 2 in transformers."""
 
+from functools import partial
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -29,4 +31,4 @@ class Siglip2(Siglip):
         return embeddings.patch_embedding(pixels.to(embeddings.patch_embedding.weight.dtype)) + positions
 
 
-ADAPTERS = {"siglip2_vision_model": Siglip2("Siglip2")}
+ADAPTERS = {"siglip2_vision_model": partial(Siglip2, "Siglip2")}

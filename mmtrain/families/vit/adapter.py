@@ -11,8 +11,7 @@ class ViT(MaskedVision):
     """The ViT without its pooler."""
 
     classes = ViTConfig, partial(ViTModel, add_pooling_layer=False)
-    blocks, embed, norm = "layers", ("embeddings",), "layernorm"
     extra_rows = 1
 
 
-ADAPTERS = {"vit": ViT()}
+ADAPTERS = {"vit": ViT}

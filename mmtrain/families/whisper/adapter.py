@@ -18,7 +18,6 @@ class WhisperEncoder(MaskedVision):
     are packed, a patch is all that one row reads of it, see `models.spectrogram`."""
 
     classes = WhisperConfig, modeling_whisper.WhisperEncoder
-    blocks, embed, norm = "layers", ("conv1", "conv2", "embed_positions"), "layer_norm"
 
     def call_embed(self, tower: PreTrainedModel, pixels: Tensor, rows: RankRows) -> Tensor:
         if rows.shape.packed:
@@ -48,4 +47,4 @@ def _embedded_rows(tower: PreTrainedModel, patches: Tensor, rows: RankRows) -> T
     return x_RD + tower.embed_positions(torch.from_numpy(time_R).to(x_RD.device, non_blocking=True))
 
 
-ADAPTERS = {"whisper_encoder": WhisperEncoder()}
+ADAPTERS = {"whisper_encoder": WhisperEncoder}
