@@ -9,8 +9,6 @@ from torch import nn
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 
 import mmtrain.families
-from benchmarks.counts import families as named_in
-from benchmarks.counts import sources
 from mmtrain.costs.profile.profile import role
 from mmtrain.families.catalogue import FAMILIES, TABLES
 from mmtrain.families.shapes import FULL, WINDOWED
@@ -21,6 +19,8 @@ from mmtrain.spec.linears import block_linears
 from mmtrain.spec.model_configs import encoder_config, language_config
 from mmtrain.spec.shapes import language_shape
 from mmtrain.spec.vision_shapes import vision_shape
+from tests.counts import families as named_in
+from tests.counts import sources
 from tests.models.conftest import ENCODERS, LANGUAGES, tiny_model
 
 FOLDER = Path(mmtrain.families.__file__).parent
