@@ -22,7 +22,7 @@ from mmtrain.families import (
     whisper,
 )
 from mmtrain.families.composite import Composite
-from mmtrain.families.family import Encoder, Family, Language, Network
+from mmtrain.families.family import Encoder, Family, Language, Network, Vae
 from mmtrain.families.projectors import OWN, ProjectorKind
 from mmtrain.families.tensor_table import TensorTable
 
@@ -50,7 +50,7 @@ FAMILIES: tuple[Family, ...] = (
 ENCODERS: Mapping[str, Encoder] = {name: value for family in FAMILIES for name, value in family.encoders.items()}
 LANGUAGES: Mapping[str, Language] = {name: value for family in FAMILIES for name, value in family.languages.items()}
 DITS: Mapping[str, Network] = {name: value for family in FAMILIES for name, value in family.dits.items()}
-VAES: Mapping[str, Network] = {name: value for family in FAMILIES for name, value in family.vaes.items()}
+VAES: Mapping[str, Vae] = {name: value for family in FAMILIES for name, value in family.vaes.items()}
 COMPOSITES: Mapping[str, Composite] = {name: value for family in FAMILIES for name, value in family.composites.items()}
 """By the `model_type` of the whole model."""
 NETWORKS: Mapping[str, Network] = {name: value for family in FAMILIES for name, value in family.networks.items()}

@@ -117,6 +117,14 @@ class Language(Network):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Vae(Network):
+    """A VAE, of which training runs the frozen encoder."""
+
+    narrow: Callable[[Mapping[str, Any]], dict[str, Any]]
+    """Complete config -> its keys of width, for a tiny VAE whose latents have the same sizes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """A model family; keys are values of `model_type`."""
 
@@ -125,7 +133,7 @@ class Family:
     encoders: Mapping[str, Encoder] = field(default_factory=dict)
     languages: Mapping[str, Language] = field(default_factory=dict)
     dits: Mapping[str, Network] = field(default_factory=dict)
-    vaes: Mapping[str, Network] = field(default_factory=dict)
+    vaes: Mapping[str, Vae] = field(default_factory=dict)
     composites: Mapping[str, Composite] = field(default_factory=dict)
     projectors: Mapping[str, ProjectorKind] = field(default_factory=dict)
     """Kind of a projector whose class is the family's -> what it is."""

@@ -234,50 +234,17 @@ class TextPart(Decoder):
         return text_model.config_class, lambda config: _with_head(text_model, config)
 
 
-class VaeAdapter(ABC):
-    """How one class of VAEs is called."""
-
-    name: str
-    """Of the class in diffusers."""
-
-    def build(self, values: dict[str, Any]) -> Any:
-        """The whole module with parameters on the meta device.
-
-        Raises: ConfigError: diffusers is not installed, or its class refuses the config.
-        """
-        return build_diffusers("model.vae", self.name, values)
-
-    @abstractmethod
-    def mode(self, vae: Any, pixels: Tensor) -> Tensor:
-        """The mode of the posterior of one clip, [C, F, H, W]. Args: pixels: [3, frames, height, width]."""
-
-    @abstractmethod
-    def decode(self, vae: Any, latents_CFHW: Tensor) -> Tensor:
-        """[3, frames, height, width] that one clip's latents stand for; in their own scale, not a DiT's."""
-
-    def init_own(self, module: nn.Module) -> None:
-        """Initialises the parameters that a module of the VAE holds itself, by its class's rule."""
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
-
-
 @cache
 def vision_adapter(model_type: str) -> VisionAdapter:
     """The adapter of an encoder."""
-    adapter: VisionAdapter = _adapters(model_type).ADAPTERS[model_type](TABLES[model_type])
+    adapter: VisionAdapter = adapters_of(model_type).ADAPTERS[model_type](TABLES[model_type])
     return adapter
 
 
 @cache
 def decoder(model_type: str) -> Decoder:
     """The adapter of a language model."""
-    adapter: Decoder = _adapters(model_type).ADAPTERS[model_type](TABLES[model_type])
-    return adapter
-
-
-def vae_adapter(model_type: str) -> VaeAdapter:
-    """The adapter of a VAE."""
-    adapter: VaeAdapter = _adapters(model_type).ADAPTERS[model_type]()
+    adapter: Decoder = adapters_of(model_type).ADAPTERS[model_type](TABLES[model_type])
     return adapter
 
 
@@ -286,7 +253,7 @@ def make_projector_of(kind: str, width: int, outputs: int, hidden_act: str) -> n
 
     Args: kind: of the projector. width: D. outputs: L. hidden_act: between its linear layers, if there are two.
     """
-    projector: nn.Module = _adapters(kind).projector(width, outputs, hidden_act)
+    projector: nn.Module = adapters_of(kind).projector(width, outputs, hidden_act)
     return projector
 
 
@@ -295,7 +262,7 @@ def _inside(name: str) -> str:
     return name.partition(".")[2]
 
 
-def _adapters(name: str) -> Any:
+def adapters_of(name: str) -> Any:
     """The adapters of the family that has a network or a projector."""
     return importlib.import_module(f"mmtrain.families.{FOLDERS[name]}.adapter")
 

@@ -11,7 +11,6 @@ from mmtrain.modality.bitfield import language_bits, prompt_bits
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.modality.positions import token_positions
 from mmtrain.models.adapter_weights import load_adapters
-from mmtrain.models.adapters import vae_adapter
 from mmtrain.models.attention.context import attention_context
 from mmtrain.models.batch import Batch, ClipMicrobatch, Microbatch, by_module, document_positions
 from mmtrain.models.build import build_chunk
@@ -20,7 +19,7 @@ from mmtrain.models.diffusion import ClipNoise
 from mmtrain.models.dit import DitOutput
 from mmtrain.models.initialise import init_weights
 from mmtrain.models.pretrained import load_pretrained
-from mmtrain.models.vae import VaeChunk
+from mmtrain.models.vae import VaeChunk, vae_adapter
 from mmtrain.spec.model_configs import vae_config
 from mmtrain.spec.shapes import dit_shape
 from mmtrain.spec.spec import ModelSpec

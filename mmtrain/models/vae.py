@@ -6,18 +6,53 @@ of the posterior, equal for each use of a clip.
 Shape legend: N clips; C, F, H, W channels, frames, rows and columns of latents; V latent positions of all clips.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mmtrain.config.model import ModelConfig
 from mmtrain.errors import DataError
-from mmtrain.models.adapters import vae_adapter
+from mmtrain.models.adapters import adapters_of, build_diffusers
 from mmtrain.models.chunk import Chunk
 from mmtrain.spec.model_configs import vae_config
 from mmtrain.spec.spec import ModelSpec
 from mmtrain.spec.vae_shapes import PIXEL_CHANNELS, Size, VaeShape, vae_shape
+
+
+class VaeAdapter(ABC):
+    """How one class of VAEs is called."""
+
+    name: str
+    """Of the class in diffusers."""
+
+    def build(self, values: dict[str, Any]) -> Any:
+        """The whole module with parameters on the meta device.
+
+        Raises: ConfigError: diffusers is not installed, or its class refuses the config.
+        """
+        return build_diffusers("model.vae", self.name, values)
+
+    @abstractmethod
+    def mode(self, vae: Any, pixels: Tensor) -> Tensor:
+        """The mode of the posterior of one clip, [C, F, H, W]. Args: pixels: [3, frames, height, width]."""
+
+    @abstractmethod
+    def decode(self, vae: Any, latents_CFHW: Tensor) -> Tensor:
+        """[3, frames, height, width] that one clip's latents stand for; in their own scale, not a DiT's."""
+
+    def init_own(self, module: nn.Module) -> None:
+        """Initialises the parameters that a module of the VAE holds itself, by its class's rule."""
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+
+def vae_adapter(model_type: str) -> VaeAdapter:
+    """The adapter of a VAE."""
+    adapter: VaeAdapter = adapters_of(model_type).ADAPTERS[model_type]()
+    return adapter
 
 
 class VaeChunk(Chunk):

@@ -171,13 +171,10 @@ def _narrow_dit(model: ModelConfig, tp: int, num_stages: int, text_width: int) -
 def _narrow_vae(section: VaeConfig) -> dict[str, Any]:
     """A narrow VAE. The sizes of latents are unchanged, so a clip has the same tokens."""
     values = vae_config(section)
-    if values["model_type"] == "autoencoder_kl":
-        levels = len(values["block_out_channels"])
-        values |= {"block_out_channels": [8] * levels, "norm_num_groups": 4, "layers_per_block": 1}
-    else:
-        values |= {"base_dim": 8, "dim_mult": [1] * len(values["dim_mult"]), "num_res_blocks": 1}
+    family = VAES[values["model_type"]]
+    values |= family.narrow(values)
     lists = {key: list(value) for key, value in values.items() if isinstance(value, tuple)}
-    return inline_config(values | lists, VAES[values["model_type"]])
+    return inline_config(values | lists, family)
 
 
 def _lora(section: LoRAConfig) -> LoRAConfig:

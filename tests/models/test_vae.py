@@ -13,11 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from mmtrain.config.model import VaeConfig
 from mmtrain.errors import ConfigError, DataError
 from mmtrain.families.catalogue import VAES as FAMILIES
-from mmtrain.models.adapters import vae_adapter
 from mmtrain.models.build import materialise
 from mmtrain.models.initialise import init_weights
 from mmtrain.models.pretrained import load_pretrained
-from mmtrain.models.vae import VaeDecoder
+from mmtrain.models.vae import VaeDecoder, vae_adapter
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.spec import WorkSize, frames_work
 from mmtrain.spec.vae_shapes import _SHAPES, LatentScale, vae_shape

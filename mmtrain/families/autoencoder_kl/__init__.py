@@ -1,11 +1,11 @@
 """AutoencoderKL: a VAE that encodes each frame as an image."""
 
-from mmtrain.families.family import Family, Network
+from mmtrain.families.family import Family, Vae
 
 FAMILY = Family(
     name="autoencoder_kl",
     vaes={
-        "autoencoder_kl": Network(
+        "autoencoder_kl": Vae(
             defaults={
                 "in_channels": 3,
                 "out_channels": 3,
@@ -25,6 +25,11 @@ FAMILY = Family(
             },
             optional=dict.fromkeys(("shift_factor", "latents_mean", "latents_std")),
             parents=("AutoencoderKL",),
+            narrow=lambda values: {
+                "block_out_channels": [8] * len(values["block_out_channels"]),
+                "norm_num_groups": 4,
+                "layers_per_block": 1,
+            },
         )
     },
 )

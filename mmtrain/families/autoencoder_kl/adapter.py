@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmtrain.models.adapters import VaeAdapter
+from mmtrain.models.vae import VaeAdapter
 
 _PIXELS_AT_ONCE = 1 << 20
 """Pixels of the frames that a VAE of single images encodes together."""

@@ -1,11 +1,11 @@
 """AutoencoderKLWan: a VAE whose convolutions are causal in time."""
 
-from mmtrain.families.family import Family, Network
+from mmtrain.families.family import Family, Vae
 
 FAMILY = Family(
     name="autoencoder_kl_wan",
     vaes={
-        "autoencoder_kl_wan": Network(
+        "autoencoder_kl_wan": Vae(
             defaults={
                 "base_dim": 96,
                 "z_dim": 16,
@@ -33,6 +33,7 @@ FAMILY = Family(
                 "scale_factor_spatial": 8,
             },
             parents=("AutoencoderKLWan",),
+            narrow=lambda values: {"base_dim": 8, "dim_mult": [1] * len(values["dim_mult"]), "num_res_blocks": 1},
             dropout=("dropout",),
         )
     },

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mmtrain.models.adapters import VaeAdapter
+from mmtrain.models.vae import VaeAdapter
 
 
 class AutoencoderKLWan(VaeAdapter):
