@@ -86,7 +86,7 @@ GROUPS = (
     ),
     Group(
         "Models and weights",
-        ("models/", "spec/"),
+        ("models/", "families/", "spec/"),
         "From `[model.*]`: inline configs, `config.json` files, stored weights, frozen parts and adapters; see "
         "[models](models.md) and [swapping models](swapping_models.md).",
         errors=("ConfigError",),
@@ -136,7 +136,7 @@ GROUPS = (
     ),
     Group(
         "Works of a batch",
-        ("planner/batching.py", "modality/", "models/", "spec/"),
+        ("planner/batching.py", "modality/", "models/", "families/", "spec/"),
         "These prove that every image, clip and token of a batch is processed exactly once, and that a chunk "
         "gets the rows that its metadata names. A model of another kind than the data is named with the section to "
         "add; all others are bugs, unless you wrote the data source or the chunk: report them with the config and "

@@ -11,7 +11,7 @@ from mmtrain.config.model import ModelConfig
 from mmtrain.config.toml_sections import build
 from mmtrain.config.whole_model import with_parts
 from mmtrain.modality.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
-from mmtrain.models.adapters import VISION_ADAPTERS
+from mmtrain.models.adapters import vision_adapter
 from mmtrain.models.batch import IGNORE_INDEX, Batch, Microbatch
 from mmtrain.models.fused_qkv import from_head_major, is_fused, to_head_major
 
@@ -220,5 +220,5 @@ def fill(theirs: Any, ours: Mapping[str, Tensor]) -> None:
 
 
 def _rows(theirs: Any, name: str, tensor: Tensor, order: Callable[[Tensor, int], Tensor]) -> Tensor:
-    fused = VISION_ADAPTERS[f"{theirs.config.model_type}_vision"].fused_qkv
+    fused = vision_adapter(f"{theirs.config.model_type}_vision").fused_qkv
     return order(tensor, theirs.config.vision_config.num_heads) if is_fused(name, fused) else tensor

@@ -28,12 +28,12 @@ from mmtrain.data.record_keys import is_spoken
 from mmtrain.data.sources import RecordKind, open_source
 from mmtrain.data.tokenizer import read_tokenizer
 from mmtrain.errors import ConfigError, DataError, MMTrainError, for_terminal, one_line
+from mmtrain.families.catalogue import COMPOSITES
 from mmtrain.modality.metadata import MicrobatchMeta
 from mmtrain.models.reference import ReferenceModel
 from mmtrain.models.whole import class_inputs
 from mmtrain.models.whole_files import read_whole, whole_class_config
 from mmtrain.spec.builders import model_spec
-from mmtrain.spec.composites import COMPOSITES
 from mmtrain.spec.hub_files import processor_config
 from mmtrain.spec.modules import whole_kind
 

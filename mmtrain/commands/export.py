@@ -30,9 +30,10 @@ from mmtrain.config.model import EncoderConfig, LanguageConfig, projector_name, 
 from mmtrain.data.processor import stop_token
 from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.errors import ConfigError
+from mmtrain.families.catalogue import PROJECTORS
 from mmtrain.launch.whole_files import new_folder
 from mmtrain.modality.buckets import latent_channels
-from mmtrain.models.adapters import DECODERS
+from mmtrain.models.adapters import decoder
 from mmtrain.models.chunk import Chunk, LanguageChunk, VisionChunk
 from mmtrain.models.diffusion import make_scheduler, null_token
 from mmtrain.models.dit import DitChunk, build_dit
@@ -209,7 +210,7 @@ def _save_projector(projector: nn.Module, sizes: Mapping[str, int | str], folder
 
 def _readme(run: StoredRun, out: Path, final: Path) -> str:
     """The README of the exported folder. Args: out: its present path. final: its final path."""
-    job, reader = run.job, DECODERS[language_shape(run.job.model).model_type].reader
+    job, reader = run.job, decoder(language_shape(run.job.model).model_type).reader
     lines = [
         *_title(run),
         f"- `language/`: `{_class_name(out / 'language')}` with its tokenizer; "
@@ -233,14 +234,9 @@ def _readme(run: StoredRun, out: Path, final: Path) -> str:
         again += [f"[{projector_section(name)}]", f'kind = "{projector.kind}"', f"spatial_merge = {projector.merge}"]
         again += [f"hidden_size = {projector.hidden_size}"] if projector.kind == "mlp" else []
         if projector.kind != "native":
-            made_by = {
-                "mlp": "`mmtrain.models.projector.Projector`",
-                "llava": "`multi_modal_projector` of transformers' LLaVA",
-                "linear": "`multi_modal_projector` of transformers' Qwen2-Audio",
-            }
             lines.append(
                 f"- `{projector_name(name)}/`: from these features to tokens of the language model, "
-                f"{made_by[projector.kind]}, its sizes in `config.json`."
+                f"{PROJECTORS[projector.kind].made_by}, its sizes in `config.json`."
             )
             again.append(f'pretrained = "{final / projector_name(name)}"')
     return _ended(lines, again, out, final)
@@ -274,8 +270,8 @@ def _whole_readme(run: StoredRun, out: Path, final: Path, kind: str) -> str:
             "`peft.PeftModel.from_pretrained(model, 'adapter')`."
         )
     again = ["[model]", f'pretrained = "{final}"']
-    if run.job.model.projector.kind == "llava":
-        again += ["[model.projector]", 'kind = "llava"']
+    if run.job.model.encoder is not None and (projector := run.job.model.projector.kind) != "native":
+        again += ["[model.projector]", f'kind = "{projector}"']
     return _ended(lines, again, out, final)
 
 

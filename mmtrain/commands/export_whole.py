@@ -30,9 +30,11 @@ from mmtrain.data.pixels import PixelRules
 from mmtrain.data.processor import Processor
 from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.errors import ConfigError
+from mmtrain.families.catalogue import COMPOSITES, ENCODERS
 from mmtrain.modality.geometry import ImageGeometry
+from mmtrain.modality.sounds import SoundRules, sound_rules
 from mmtrain.modality.videos import video_rules
-from mmtrain.models.adapters import DECODERS, VISION_ADAPTERS
+from mmtrain.models.adapters import decoder, vision_adapter
 from mmtrain.models.chunk import VisionChunk
 from mmtrain.models.fused_qkv import from_head_major, is_fused
 from mmtrain.models.pretrained import stored_spelling
@@ -44,10 +46,7 @@ from mmtrain.spec.hub_files import PROCESSOR_FILES, find_file, processor_config,
 from mmtrain.spec.linears import adapted_linears
 from mmtrain.spec.modules import whole_kind
 from mmtrain.spec.shapes import language_shape
-from mmtrain.spec.vision_shapes import VisionShape, vision_shape
-
-SAMPLES_PER_S, FRAME_SAMPLES = 16000, 160
-"""Of Whisper's feature extractor: samples in a second, and from one frame to the next."""
+from mmtrain.spec.vision_shapes import vision_shape
 
 _COPIED = (
     "generation_config.json",
@@ -123,8 +122,8 @@ def export_whole(run: StoredRun, out: Path, *, merge_adapters: bool, max_shard_s
     end_as_trained(out, processor.ending.token)
     if job.tokenizer.video_token in tokenizer.get_vocab():
         _write_video_processor(out, job)
-    if whole.kind == "llava":
-        _write_llava_processor(out, job)
+    if name_of_processor := COMPOSITES[whole.kind].processor:
+        _write_token_counts(out, job, name_of_processor)
     tokenizer.save_pretrained(out)
     if source and find_file("model.pretrained", source, "chat_template.json", optional=True) is not None:
         template = {"chat_template": tokenizer.chat_template}
@@ -156,8 +155,8 @@ def _pattern(kind: str, job: Config) -> str:
     model, encoder, patterns = job.model, only_encoder(job.model), []
     shape, language = vision_shape(model, encoder), language_shape(model)
     containers = {
-        encoder: VISION_ADAPTERS[shape.model_type].blocks,
-        "language": DECODERS[language.model_type].blocks,
+        encoder: vision_adapter(shape.model_type).blocks,
+        "language": decoder(language.model_type).blocks,
     }
     for module, blocks in containers.items():
         if model.sections[module].trainable == "lora":  # type: ignore[union-attr]
@@ -192,11 +191,11 @@ def _write_processor(out: Path, job: Config, source: str) -> None:
         _write_json(whole, {key: value for key, value in values.items() if key != "chat_template"})
     if vision_shape(job.model, name := only_encoder(job.model)).one_row:
         if not (out / PROCESSOR_FILES["image"]).exists() and not (out / "processor_config.json").exists():
-            _write_config(out, "image", _feature_extractor(vision_shape(job.model, name)))
+            _write_config(out, "image", _feature_extractor(sound_rules(job.model, name)))
     elif not _prepares_as_trained(out, job):
         geometry, rules = image_rules(job)
         assert geometry is not None and rules is not None
-        _write_config(out, "image", _preprocessor(geometry, rules))
+        _write_config(out, "image", _preprocessor(job, geometry, rules))
 
 
 def _write_config(out: Path, content: str, values: Mapping[str, Any]) -> None:
@@ -211,13 +210,13 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_llava_processor(out: Path, job: Config) -> None:
-    """Writes what the processor of a whole LLaVA counts the tokens of an image from."""
+def _write_token_counts(out: Path, job: Config, processor: str) -> None:
+    """Writes what a processor counts the tokens of an image from. Args: processor: its class."""
     path, (geometry, _) = out / "processor_config.json", image_rules(job, only_encoder(job.model))
     select = read_json(str(out), out / "config.json")["vision_feature_select_strategy"]
     grid = geometry.grid(geometry.image_size, geometry.image_size)
     own = {
-        "processor_class": "LlavaProcessor",
+        "processor_class": processor,
         "image_token": job.tokenizer.image_token,
         "patch_size": geometry.patch_size,
         "vision_feature_select_strategy": select,
@@ -263,13 +262,14 @@ def _prepares_as_trained(out: Path, job: Config) -> bool:
     return (geometry, rules) == (trained[0], of_job)
 
 
-def _preprocessor(geometry: ImageGeometry, rules: PixelRules) -> dict[str, Any]:
+def _preprocessor(job: Config, geometry: ImageGeometry, rules: PixelRules) -> dict[str, Any]:
     """The config of the Hugging Face image processor that does what this package does."""
-    colours = _colours(rules)
+    images = ENCODERS[vision_shape(job.model, only_encoder(job.model)).model_type].images
+    assert images is not None
+    colours = {"image_processor_type": images.processor, **_colours(rules)}
     side = geometry.image_size
     if geometry.layout == "packed":
         return {
-            "image_processor_type": "Qwen2VLImageProcessor",
             "patch_size": geometry.patch_size,
             "merge_size": geometry.merge,
             "temporal_patch_size": geometry.temporal_patch_size,
@@ -280,18 +280,18 @@ def _preprocessor(geometry: ImageGeometry, rules: PixelRules) -> dict[str, Any]:
     if geometry.layout == "cropped":
         edge = rules.shortest_edge or side
         sizes = {"size": {"shortest_edge": edge}, "crop_size": {"height": side, "width": side}}
-        return {"image_processor_type": "CLIPImageProcessor", **sizes, **colours}
-    return {"image_processor_type": "SiglipImageProcessor", "size": {"height": side, "width": side}, **colours}
+        return {**sizes, **colours}
+    return {"size": {"height": side, "width": side}, **colours}
 
 
-def _feature_extractor(shape: VisionShape) -> dict[str, Any]:
-    """The config of the Hugging Face feature extractor of an encoder of Whisper's shape."""
-    seconds = shape.max_rows * 2 * FRAME_SAMPLES / SAMPLES_PER_S
+def _feature_extractor(rules: SoundRules) -> dict[str, Any]:
+    """The config of the Hugging Face feature extractor that does what this package does."""
+    seconds = rules.seconds(rules.window_samples)
     return {
-        "feature_extractor_type": "WhisperFeatureExtractor",
-        "feature_size": shape.mel_bins,
-        "sampling_rate": SAMPLES_PER_S,
-        "hop_length": FRAME_SAMPLES,
+        "feature_extractor_type": rules.extractor,
+        "feature_size": rules.mel_bins,
+        "sampling_rate": rules.rate,
+        "hop_length": rules.hop,
         "chunk_length": int(seconds) if seconds.is_integer() else seconds,
         "return_attention_mask": True,
     }

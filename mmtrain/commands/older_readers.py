@@ -5,13 +5,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mmtrain.families.catalogue import COMPOSITES
 from mmtrain.spec.hub_files import PROCESSOR_FILES, read_json
 
 _TOKENIZER_CLASSES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
 """Classes of tokenizers that transformers 4 does not have -> those that do the same in both."""
 
-_CLASS_IN_TEXT = ("qwen2_vl", "qwen2_5_vl")
-"""Whole models whose class transformers 4 looks for in the config of the text."""
 _PLAIN = ("default", "axial")
 """Types of rotary positions that transformers 4 has without `rope_scaling`."""
 
@@ -37,7 +36,8 @@ def add_older_keys(folder: Path) -> None:
 def _older_config(values: dict[str, Any]) -> dict[str, Any]:
     """A config that has `rope_theta` and `rope_scaling` next to each `rope_parameters`."""
     values = {key: _older_config(value) if isinstance(value, dict) else value for key, value in values.items()}
-    if values.get("model_type") in _CLASS_IN_TEXT and "text_config" in values:
+    whole = COMPOSITES.get(str(values.get("model_type")))
+    if whole is not None and whole.class_in_text and "text_config" in values:
         values["text_config"] = {"architectures": values.get("architectures"), **values["text_config"]}
     rope = values.get("rope_parameters")
     if not isinstance(rope, dict) or "rope_theta" not in rope:

@@ -166,9 +166,8 @@ class DataConfig:
     video_max_frames: int = 768
     """Most frames that are sampled of a video, evenly over its whole length."""
     video_min_pixels: int = 0
-    """Smallest area after resizing, pixels: of each frame of a video (Qwen2-VL, Qwen2.5-VL), or of all its sampled
-    frames together (Qwen3-VL). 0: that of the video processor of model.pretrained, else that of the family's class,
-    100352 or 131072."""
+    """Smallest area after resizing, pixels: of each frame of a video, or of all its sampled frames together, by
+    family. 0: that of the video processor of model.pretrained, else that of the family's class, 100352 or 131072."""
     video_max_pixels: int = 0
     """Largest such area, pixels. 0: that of the video processor, else of the class, 602112 or 786432."""
     fps: float = 16.0

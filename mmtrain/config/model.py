@@ -15,6 +15,11 @@ FeatureSelect = Literal["auto", "default", "full"]
 MOST_SEGMENTS = 1024
 """Of one module."""
 
+ProjectorName = Literal["mlp", "native", "llava", "linear"]
+
+WHOLE_PROJECTORS: Mapping[str, ProjectorName] = {"llava": "llava"}
+"""`model_type` of a whole model that sees -> the kind of its projector, if that is not its encoder's own merger."""
+
 _WITHOUT_MERGE = ("llava", "linear")
 """Kinds of projectors that make a token of each feature."""
 
@@ -24,7 +29,7 @@ class ProjectorConfig:
     """[model.projector]: from encoder features to the language model's width."""
 
     SECTION: ClassVar[str] = "model.projector"
-    kind: Literal["mlp", "native", "llava", "linear"] = "mlp"
+    kind: ProjectorName = "mlp"
     """mlp: norm, merge of spatial_merge x spatial_merge neighbours, two linear layers. native: the encoder's own
     merger. llava: LLaVA's two linear layers, without norm or merge. linear: Qwen2-Audio's one linear layer."""
     spatial_merge: int = 0
@@ -75,7 +80,7 @@ class EncoderConfig:
     kind: Literal["images", "audio"] = "images"
     """What it reads. That of [model.encoder] reads images."""
     sound_rows: Literal["window", "sound"] = "window"
-    """Of Whisper's encoder: window: all rows of each window are run, silence included, as by its class. sound: those of
+    """Of sound: window: all rows of each window are run, silence included, as by the encoder's class. sound: those of
     the sound alone, packed, and silence makes no token; Qwen2-Audio's encoder has no other way."""
     token: str = ""
     """Of a further encoder: the placeholder in the tokenizer's vocabulary that its features replace; empty: <NAME>."""
@@ -229,9 +234,9 @@ class ModelConfig:
     it `feeds`: vision (images) for [model.encoder], language (text), dit (latents), vae (frames)."""
 
     pretrained: FilePath = ""
-    """Hugging Face id or local folder of a whole vision-language model (Qwen2-VL, Qwen2.5-VL, LLaVA). It is the
-    `pretrained` of [model.encoder] and [model.language] unless these have a source of their own. The projector is then
-    that of the model (kind = "native", the encoder's own merger, or "llava") unless [model.projector] names a kind; the
+    """Hugging Face id or local folder of a whole vision-language model, see docs/models.md. It is the `pretrained` of
+    [model.encoder] and [model.language] unless these have a source of their own. The projector is then that of the
+    model (kind = "native", the encoder's own merger, or "llava") unless [model.projector] names a kind; the
     tokenizer is that of the model unless [tokenizer] names a path, and so is the image processor, if it has one, unless
     data.image_processor names another. Of Qwen2-Audio it is the `pretrained` of [model.modules.audio] and of its
     projector."""

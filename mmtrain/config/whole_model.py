@@ -2,10 +2,11 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mmtrain.config.model import WHOLE_PROJECTORS
 from mmtrain.config.toml_sections import shown
 from mmtrain.errors import ConfigError
 
@@ -13,8 +14,6 @@ SOUND = "audio"
 """Name of the encoder of a whole model that hears, unless the job calls it otherwise."""
 _HEARS = ("qwen2_audio",)
 """Values of `model_type` of whole models whose encoder is [model.modules.audio]."""
-_WITH_PROJECTOR = ("llava",)
-"""The same of those whose projector is of kind "llava", not the merger of their encoder."""
 _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 _SOUND_TABLE = {"kind": "audio", "token": "<|AUDIO|>"}
 
@@ -22,10 +21,10 @@ _SOUND_TABLE = {"kind": "audio", "token": "<|AUDIO|>"}
 def with_parts(table: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The table of a job in which the sections of the model's parts, and the tokenizer, name the whole model.
 
-    A section that has a source of its own keeps it. The projector is then the encoder's own merger, or of LLaVA that of
-    kind "llava", unless its `kind` or the encoder's section says otherwise; of kind "llava" it is that of the whole
-    model. A whole model that hears has [model.modules.audio] with its projector instead of [model.encoder]: by its
-    config.json, or where the job has a section of kind "audio" without a source.
+    A section that has a source of its own keeps it. The projector is then the encoder's own merger, or of the
+    kind in `WHOLE_PROJECTORS`, unless its `kind` or the encoder's section says otherwise; of such a kind it is that of
+    the whole model. A whole model that hears has [model.modules.audio] with its projector instead of [model.encoder]:
+    by its config.json, or where the job has a section of kind "audio" without a source.
 
     Args: where: the file, for errors.
     Raises: ConfigError: neither the encoder nor the language model is that of the whole model.
@@ -51,15 +50,14 @@ def with_parts(table: Mapping[str, Any], where: str) -> dict[str, Any]:
         if _source(encoder) == whole:
             projector = encoder.get("projector", {})
             projector = {"kind": "linear", **projector} if isinstance(projector, Mapping) else projector
-            encoder = {**_SOUND_TABLE, **encoder, "projector": _of_whole(projector, "linear", whole)}
+            encoder = {**_SOUND_TABLE, **encoder, "projector": _of_whole(projector, ("linear",), whole)}
         parts = {"modules": {**model.get("modules", {}), hears: encoder}}
     else:
         projector = model.get("projector", {})
         if _source(encoder) == whole and isinstance(projector, Mapping):
             if "kind" not in projector:
-                kind = "llava" if _model_type(whole) in _WITH_PROJECTOR else "native"
-                projector = {"kind": kind, **projector}
-            projector = _of_whole(projector, "llava", whole)
+                projector = {"kind": WHOLE_PROJECTORS.get(str(_model_type(whole)), "native"), **projector}
+            projector = _of_whole(projector, (*WHOLE_PROJECTORS.values(),), whole)
         parts = {"encoder": encoder, "projector": projector}
     return {**table, "model": {**model, **parts, "language": language}, "tokenizer": tokenizer}
 
@@ -103,9 +101,9 @@ def _hub_config(source: str) -> Path | None:
         return None
 
 
-def _of_whole(projector: Any, kind: str, whole: str) -> Any:
-    """The section of a projector, which is that of the whole model if it is of the kind that such a model has."""
-    if isinstance(projector, Mapping) and projector["kind"] == kind:
+def _of_whole(projector: Any, kinds: Sequence[str], whole: str) -> Any:
+    """The section of a projector, which is that of the whole model if it is of a kind that such a model has."""
+    if isinstance(projector, Mapping) and projector["kind"] in kinds:
         return {"pretrained": whole, **projector}
     return projector
 

@@ -20,6 +20,7 @@ from mmtrain.data.media import RawImage, RawSound, RawVideo
 from mmtrain.data.pixels import PixelRules, blank, decode, header_size, pixel_rules, pixel_values, video_values
 from mmtrain.data.sounds import heard, open_sound, spectrograms
 from mmtrain.errors import ConfigError, DataError, shown
+from mmtrain.families.catalogue import COMPOSITES
 from mmtrain.modality.geometry import ImageGeometry, model_geometry
 from mmtrain.modality.metadata import ImageMeta
 from mmtrain.modality.readers import readers_of_kinds
@@ -286,7 +287,8 @@ def make_readers(config: Config, vocabulary: Mapping[str, int]) -> Readers:
             geometry, rules = image_rules(config, module)
             of_kind[kind] = ImageReader(token=token, module=module, geometry=geometry, rules=rules, data=data)
     projectors = {model.projector_of(name).kind for name in model.encoders}
-    if projectors == {"llava"} and whole_kind(model) == "llava":  # whose processor knows no markers
+    without_markers = {kind: whole.projector for kind, whole in COMPOSITES.items() if whole.processor}
+    if projectors <= {*without_markers.values()} and whole_kind(model) in without_markers:
         of_kind = {kind: replace(reader, markers=("", "")) for kind, reader in of_kind.items()}  # type: ignore[type-var]
     return Readers(of_kind=of_kind, unread=unread)
 

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from mmtrain.config.model import ModelConfig
+from mmtrain.families.shapes import VisionShape
 from mmtrain.modality.buckets import latent_channels
 from mmtrain.modality.metadata import ImageMeta, IterationMeta, MicrobatchMeta
 from mmtrain.models.batch import IGNORE_INDEX, Batch, ClipMicrobatch, Microbatch
 from mmtrain.models.spectrogram import row_patches
 from mmtrain.spec.shapes import language_shape
 from mmtrain.spec.vae_shapes import PIXEL_CHANNELS, LatentScale, latent_scale
-from mmtrain.spec.vision_shapes import VisionShape, vision_shape
+from mmtrain.spec.vision_shapes import vision_shape
 
 
 def noise_batch(model: ModelConfig, meta: IterationMeta, seed: int) -> Batch:

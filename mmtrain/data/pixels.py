@@ -17,6 +17,8 @@ from PIL import Image
 from torch import Tensor
 
 from mmtrain.errors import ConfigError, DataError, one_line
+from mmtrain.families.catalogue import ENCODERS
+from mmtrain.families.family import named
 from mmtrain.modality.geometry import ImageGeometry
 from mmtrain.spec.hub_files import find_file, processor_config
 from mmtrain.spec.processor_values import checked_values
@@ -39,9 +41,6 @@ _TRANSPOSE = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-_HALF = (0.5, 0.5, 0.5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,18 +78,14 @@ def pixel_rules(model_type: str, processor: str = "", key: str = "data.image_pro
         key: of the config that names it, for errors.
     Raises: ConfigError: the processor does not exist, or asks for a step that is not supported.
     """
-    if model_type.startswith(("qwen2_vl", "qwen2_5_vl")):
-        rules = PixelRules(mean=_CLIP_MEAN, std=_CLIP_STD, resample=Image.Resampling.BICUBIC)
-    elif model_type.startswith("qwen3_vl"):
-        rules = PixelRules(mean=_HALF, std=_HALF, resample=Image.Resampling.BICUBIC)
-    elif model_type.startswith("clip"):
-        rules = PixelRules(mean=_CLIP_MEAN, std=_CLIP_STD, resample=Image.Resampling.BICUBIC, crops=True)
-    elif model_type.startswith("siglip2"):
-        rules = PixelRules(mean=_HALF, std=_HALF, resample=Image.Resampling.BILINEAR)
-    elif model_type.startswith("siglip"):
-        rules = PixelRules(mean=_HALF, std=_HALF, resample=Image.Resampling.BICUBIC)
-    else:
-        rules = PixelRules(mean=_HALF, std=_HALF, resample=Image.Resampling.BILINEAR)
+    images = ENCODERS[named(ENCODERS)[model_type]].images
+    assert images is not None
+    rules = PixelRules(
+        mean=images.mean,
+        std=images.std,
+        resample=Image.Resampling[images.resample],
+        crops=images.layout == "cropped",
+    )
     if not processor:
         return rules
     config = processor_config(key, processor)
@@ -269,7 +264,7 @@ def pixel_values(
         packed: [patches, channels * frames * patch * patch], or with `pixel_major` [patches, patch * patch * channels];
             patches in merge blocks (block row, block column, row inside, column inside).
         fixed, cropped: [1, channels, image_size, image_size].
-    Source: layout of Qwen2-VL's image processor (arXiv:2409.12191).
+    Source: arXiv:2409.12191.
     """
     height, width = geometry.resized(*(size or (image.height, image.width)))
     if rules.crops:
@@ -300,7 +295,7 @@ def video_values(
 
     Patches of a time are in merge blocks, as those of an image; the last frame is repeated to fill a patch. Frames are
     resized by torch, not Pillow, as the reference does it: colours of the two differ by up to 2 of 255.
-    Source: `Qwen2VLVideoProcessor` of transformers 5.23.
+    Source: the video processor of the same family in transformers 5.23.
     """
     frames_FCHW = torch.from_numpy(np.stack([np.asarray(frame) for frame in frames])).permute(0, 3, 1, 2).contiguous()
     if frames_FCHW.shape[2:] != size:

@@ -180,7 +180,7 @@ class Processor:
         """The text in which each placeholder has a token for each of its items, and the spans.
 
         The items of a sound follow each other. Each item with a caption, of a video, stands after it; markers around
-        the placeholder become those of each, as Qwen3-VL was trained; transformers 5.23 leaves them there in addition.
+        the placeholder become those of each, as in training of such models; transformers 5.23 also leaves them there.
         """
         grown, added, end = "", list[tuple[int, int]](), 0
         for mark, item in zip(marks, measured, strict=True):

@@ -272,7 +272,8 @@ def spectrograms(samples: np.ndarray, rules: SoundRules) -> list[Tensor]:
     """The log-mel spectrogram [1, mel bins, frames] float32 of each window of a sound, its silence included; for an
     encoder that packs rows what each row reads of it, [rows, frames of a row x mel bins].
 
-    Args: samples: [samples] float32 at the encoder's rate. Source: `WhisperFeatureExtractor` of transformers 5.23.
+    Args: samples: [samples] float32 at the encoder's rate. Source: `SoundRules.extractor` of transformers
+    5.23.
     """
     edges = np.cumsum([0, *rules.windows(len(samples))])
     windows = [samples[low:high] for low, high in pairwise(edges)]

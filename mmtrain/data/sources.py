@@ -217,7 +217,7 @@ _HELD_OUT = {"validation", "valid", "val", "dev", "test", "testing", "eval", "ev
 
 
 def _is_held_out(file: Path) -> bool:
-    """Whether the name of a file has such a word: my_test.jsonl, llava_val2014.json, ScienceQATest.json."""
+    """Whether the name of a file has such a word: my_test.jsonl, coco_val2014.json, ScienceQATest.json."""
     words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", file.stem)
     return not _HELD_OUT.isdisjoint(word.lower() for word in words)
 

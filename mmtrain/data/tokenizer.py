@@ -15,7 +15,7 @@ from mmtrain.config.data import TokenizerConfig
 from mmtrain.config.model import ModelConfig, placeholder
 from mmtrain.data.tokenizer_limits import limited
 from mmtrain.errors import ConfigError, one_line
-from mmtrain.spec.composites import COMPOSITES
+from mmtrain.families.catalogue import COMPOSITES
 from mmtrain.spec.hub_files import fetched, find_file, local_path, no_folder, read_json, unreachable
 from mmtrain.spec.job_files import check_steps, check_tokenizer
 from mmtrain.spec.model_configs import language_config

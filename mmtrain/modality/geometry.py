@@ -11,28 +11,15 @@ from typing import Any, Literal
 
 from mmtrain.config.model import ModelConfig, section_of
 from mmtrain.errors import ConfigError, DataError
+from mmtrain.families.catalogue import ENCODERS
+from mmtrain.families.family import Images, named
+from mmtrain.families.shapes import single_size
 from mmtrain.spec.model_configs import encoder_config
-from mmtrain.spec.shapes import single_size
 from mmtrain.spec.vision_shapes import vision_shape
 
 MAX_ASPECT_RATIO = 200
-"""Largest ratio of the longer to the shorter side of an image for a native-resolution encoder, as in Qwen2-VL."""
-
-QWEN2_VL_MIN_PIXELS = 56 * 56
-QWEN2_VL_MAX_PIXELS = 28 * 28 * 1280
-"""Area limits of the Qwen2-VL image processor, used if neither the config nor a processor has any."""
-
-_QWEN3_VL = ("qwen3_vl", "qwen3_vl_vision")
-_QWEN3_VL_AREAS = 256 * 256, 4096 * 4096
-"""Those of the image processors in folders of Qwen3-VL."""
-
-_NAFLEX = ("siglip2_vision_model", "siglip2")
-"""Native resolution with a number of patches that each image fills."""
-_NATIVE = ("qwen2_vl", "qwen2_vl_vision", "qwen2_5_vl", "qwen2_5_vl_vision", *_QWEN3_VL)
-_FIXED = ("siglip_vision_model", "siglip", "clip_vision_model", "clip", "vit")
-_CROPPED = ("clip_vision_model", "clip")
-"""Those of the fixed ones whose processor cuts a square out of an image instead of distorting it."""
-_AUDIO = ("whisper", "whisper_encoder", "qwen2_audio_encoder")
+"""Largest ratio of the longer to the shorter side of an image for a native-resolution encoder.
+Source: arXiv:2409.12191."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +125,7 @@ def smart_resize(height: int, width: int, *, factor: int, min_pixels: int, max_p
     Args: height, width, factor: pixels. min_pixels, max_pixels: limits of the area.
 
     Raises: DataError: a side is 0, or the aspect ratio is above `MAX_ASPECT_RATIO`.
-    Source: the Qwen2-VL image processor (arXiv:2409.12191, sec. 2.1).
+    Source: arXiv:2409.12191, sec. 2.1.
     """
     check_aspect_ratio(height, width)
     new_height = round(height / factor) * factor
@@ -162,7 +149,7 @@ def filled_size(height: int, width: int, *, factor: int, max_blocks: int) -> tup
 
     Args: height, width, factor: pixels. max_blocks: factor x factor pixels each.
     Raises: DataError: a side is 0, or the aspect ratio is above `MAX_ASPECT_RATIO`.
-    Source: the image processor of SigLIP 2, arXiv:2502.14786, sec. 2.4.2.
+    Source: arXiv:2502.14786, sec. 2.4.2.
     """
     check_aspect_ratio(height, width)
 
@@ -225,7 +212,12 @@ def image_geometry(
     Raises: ConfigError: the model_type is unknown or reads no images, or sizes do not divide each other.
     """
     kind = encoder.get("model_type")
-    if kind in _AUDIO:
+    names = named(ENCODERS)
+    if kind not in names:
+        known_types = ", ".join(name for name, network in names.items() if ENCODERS[network].images)
+        raise ConfigError(f"{section}: model_type = {kind!r} has no known image layout; known are {known_types}")
+    family = ENCODERS[names[kind]]
+    if family.images is None:
         raise ConfigError(
             f"{section}: model_type = {kind!r} reads sound, and this section images; write it as [model.modules.audio] "
             'with kind = "audio"'
@@ -233,59 +225,63 @@ def image_geometry(
     channels = encoder.get("num_channels", encoder.get("in_channels", encoder.get("in_chans", 3)))
     if channels != 3:
         raise ConfigError(f"{section}: {channels} colour channels; images are read as RGB, so set it to 3")
-    if kind in _NATIVE:
-        patch = single_size(section, "patch_size", encoder.get("patch_size", 16 if kind in _QWEN3_VL else 14))
-        least, most = _QWEN3_VL_AREAS if kind in _QWEN3_VL else (QWEN2_VL_MIN_PIXELS, QWEN2_VL_MAX_PIXELS)
-        geometry = ImageGeometry(
-            layout="packed",
-            patch_size=patch,
-            merge=spatial_merge,
-            temporal_patch_size=single_size(section, "temporal_patch_size", encoder.get("temporal_patch_size", 2)),
-            min_pixels=min_pixels or least,
-            max_pixels=max_pixels or most,
+    values = {**family.defaults, **encoder}
+    if family.images.layout == "native":
+        return _native(values, family.images, section, spatial_merge, min_pixels, max_pixels)
+    if family.images.layout == "filled":
+        return _filled(values, section, spatial_merge, min_pixels, max_pixels)
+    if min_pixels or max_pixels:
+        raise ConfigError(
+            f"data.min_pixels = {min_pixels}, data.max_pixels = {max_pixels}: a {kind} encoder has "
+            "one fixed image size (its image_size); remove both"
         )
-        if geometry.max_pixels < max(geometry.min_pixels, (patch * spatial_merge) ** 2):
-            raise ConfigError(
-                f"data.max_pixels = {geometry.max_pixels} is below the smallest image: data.min_pixels = "
-                f"{geometry.min_pixels}, and one token covers {(patch * spatial_merge) ** 2} pixels; raise it, or "
-                "lower data.min_pixels"
-            )
-        return geometry
-    if kind in _NAFLEX:
-        if min_pixels:
-            raise ConfigError(
-                f"data.min_pixels = {min_pixels}: images of a {kind} encoder always have as many patches as "
-                "data.max_pixels allows; remove it"
-            )
-        patch = single_size(section, "patch_size", encoder.get("patch_size", 16))
-        max_patches = max_pixels // patch**2 if max_pixels else encoder.get("num_patches", 256)
-        if max_patches < spatial_merge**2:
-            raise ConfigError(
-                f"data.max_pixels = {max_pixels}: an image has at most {max_patches} patches, but one token covers "
-                f"{spatial_merge**2}; raise it"
-            )
-        return ImageGeometry(
-            layout="packed", patch_size=patch, merge=spatial_merge, max_patches=max_patches, pixel_major=True
+    patch = single_size(section, "patch_size", values["patch_size"])
+    size = single_size(section, "image_size", values["image_size"])
+    if size % patch or (size // patch) % spatial_merge:
+        raise ConfigError(
+            f"{section}: image_size = {size} must be a multiple of patch_size * spatial_merge = "
+            f"{patch} * {spatial_merge}; change model.projector.spatial_merge or the encoder's sizes"
         )
-    if kind in _FIXED:
-        if min_pixels or max_pixels:
-            raise ConfigError(
-                f"data.min_pixels = {min_pixels}, data.max_pixels = {max_pixels}: a {kind} encoder has "
-                "one fixed image size (its image_size); remove both"
-            )
-        patch = single_size(section, "patch_size", encoder.get("patch_size", 16))
-        size = single_size(section, "image_size", encoder.get("image_size", 224))
-        if size % patch or (size // patch) % spatial_merge:
-            raise ConfigError(
-                f"{section}: image_size = {size} must be a multiple of patch_size * spatial_merge = "
-                f"{patch} * {spatial_merge}; change model.projector.spatial_merge or the encoder's sizes"
-            )
-        return ImageGeometry(
-            layout="cropped" if kind in _CROPPED else "fixed",
-            patch_size=patch,
-            merge=spatial_merge,
-            extra_tokens=extra_tokens,
-            image_size=size,
+    layout = family.images.layout
+    return ImageGeometry(
+        layout=layout, patch_size=patch, merge=spatial_merge, extra_tokens=extra_tokens, image_size=size
+    )
+
+
+def _native(
+    values: Mapping[str, Any], images: Images, section: str, merge: int, min_pixels: int, max_pixels: int
+) -> ImageGeometry:
+    """Images that keep their size within limits of the area. Args: as of `image_geometry`."""
+    patch = single_size(section, "patch_size", values["patch_size"])
+    geometry = ImageGeometry(
+        layout="packed",
+        patch_size=patch,
+        merge=merge,
+        temporal_patch_size=single_size(section, "temporal_patch_size", values["temporal_patch_size"]),
+        min_pixels=min_pixels or images.min_pixels,
+        max_pixels=max_pixels or images.max_pixels,
+    )
+    if geometry.max_pixels < max(geometry.min_pixels, (patch * merge) ** 2):
+        raise ConfigError(
+            f"data.max_pixels = {geometry.max_pixels} is below the smallest image: data.min_pixels = "
+            f"{geometry.min_pixels}, and one token covers {(patch * merge) ** 2} pixels; raise it, or "
+            "lower data.min_pixels"
         )
-    known_types = ", ".join((*_NATIVE, *_NAFLEX, *_FIXED))
-    raise ConfigError(f"{section}: model_type = {kind!r} has no known image layout; known are {known_types}")
+    return geometry
+
+
+def _filled(values: Mapping[str, Any], section: str, merge: int, min_pixels: int, max_pixels: int) -> ImageGeometry:
+    """Images that are as large as a number of patches allows. Args: as of `image_geometry`."""
+    if min_pixels:
+        raise ConfigError(
+            f"data.min_pixels = {min_pixels}: images of a {values['model_type']} encoder always have as many patches "
+            "as data.max_pixels allows; remove it"
+        )
+    patch = single_size(section, "patch_size", values["patch_size"])
+    max_patches = max_pixels // patch**2 if max_pixels else values["num_patches"]
+    if max_patches < merge**2:
+        raise ConfigError(
+            f"data.max_pixels = {max_pixels}: an image has at most {max_patches} patches, but one token covers "
+            f"{merge**2}; raise it"
+        )
+    return ImageGeometry(layout="packed", patch_size=patch, merge=merge, max_patches=max_patches, pixel_major=True)

@@ -16,7 +16,7 @@ def token_positions(documents: Iterable[DocumentMeta], axes: int = 1) -> Indices
     p .. p + h - 1 and the columns p .. p + w - 1; the text after it continues at p + max(h, w), whatever t is.
 
     Args: axes: 1 or 3.
-    Source: `get_rope_index` of Qwen2-VL and Qwen2.5-VL in transformers 5.23. transformers 4 continued after the largest
+    Source: `get_rope_index` of the whole models in transformers 5.23. transformers 4 continued after the largest
         position on any axis, which is another one only after more than max(h, w) frames.
     """
     if axes == 1:

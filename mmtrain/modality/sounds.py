@@ -1,14 +1,11 @@
-"""The size of a sound in frames, encoder rows and tokens. Pure arithmetic on numbers of samples; no sound is read.
+"""The size of a sound in frames, encoder rows and tokens. Pure arithmetic on numbers of samples; no sound is read."""
 
-What a family does otherwise than Whisper is a subclass of `SoundRules`; its row in `SOUND_ENCODERS` names it.
-"""
-
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from mmtrain.config.model import ModelConfig
 from mmtrain.errors import ConfigError
+from mmtrain.families.catalogue import ENCODERS
 from mmtrain.spec.vision_shapes import vision_shape
 
 
@@ -16,8 +13,8 @@ from mmtrain.spec.vision_shapes import vision_shape
 class SoundRules:
     """The rule that turns a sound into windows, and a window into frames of a spectrogram, rows and tokens.
 
-    A sound that is longer than a window is cut into windows, of which the last one may be shorter. Whisper's encoder
-    runs full windows alone: silence fills the last one, and becomes rows and tokens like sound.
+    A sound that is longer than a window is cut into windows, of which the last one may be shorter. An encoder that
+    packs no rows runs full windows alone: silence fills the last one, and becomes rows and tokens like sound.
     """
 
     extractor: ClassVar[str] = "WhisperFeatureExtractor"
@@ -72,9 +69,9 @@ class SoundRules:
 
 
 class PackedSoundRules(SoundRules):
-    """Qwen2-Audio's, and Whisper's with `sound_rows`: silence after the end of a sound makes no row and no token.
+    """Those of packed rows: silence after the end of a sound makes no row and no token.
 
-    Qwen2-Audio's class cuts a sound behind the first window; here the next one follows. Of samples behind the last
+    A class that hears one window alone cuts a sound behind it; here the next one follows. Of samples behind the last
     window that are too few for a token nothing is heard.
     """
 
@@ -90,19 +87,11 @@ class PackedSoundRules(SoundRules):
         return -(-num_samples // (self.hop * self.frames_per_row))
 
 
-SOUND_ENCODERS: Mapping[str, tuple[type[SoundRules], type[SoundRules]]] = {
-    "whisper_encoder": (SoundRules, PackedSoundRules),
-    "qwen2_audio_encoder": (SoundRules, PackedSoundRules),
-}
-"""Family of encoders that hear -> its rules for windows, and for packed rows of sound."""
-
-
 def sound_rules(model: ModelConfig, module: str) -> SoundRules:
     """The rules of an encoder of sound. Raises: ConfigError: its sizes do not fit together, or it reads images."""
     shape = vision_shape(model, module)
-    if shape.model_type not in SOUND_ENCODERS:
-        known = ", ".join(SOUND_ENCODERS)
+    if not shape.one_row:
+        known = ", ".join(name for name, encoder in ENCODERS.items() if encoder.images is None)
         raise ConfigError(f"model.modules.{module}: model_type = {shape.model_type!r} hears nothing; known are {known}")
-    return SOUND_ENCODERS[shape.model_type][shape.packed](
-        mel_bins=shape.mel_bins, window_rows=shape.max_rows, merge=shape.patches_per_token
-    )
+    rules = PackedSoundRules if shape.packed else SoundRules
+    return rules(mel_bins=shape.mel_bins, window_rows=shape.max_rows, merge=shape.patches_per_token)

@@ -90,7 +90,7 @@ class Bins:
         """The bins of one replica of a job, for square images or clips.
 
         Args: image_side: pixels along a side; 0: `IMAGE_SIDE`, for clips `CLIP_SIDE`. Images are then resized by the
-            encoder's rule, within `data.min_pixels` and `data.max_pixels` (else Qwen2-VL's limits); encoders of one
+            encoder's rule, within `data.min_pixels` and `data.max_pixels` (else the family's limits); encoders of one
             size use their own size.
         Raises: ConfigError: an image with one token of text does not fit into training.seq_len, or the encoder does
             not read images.

@@ -1,11 +1,10 @@
 """The sampling and the size of videos in conversations. Pure arithmetic on numbers of frames and sizes; no pixels.
 
-What a family does otherwise than Qwen2-VL is a subclass of `VideoRules`; its row in `VIDEO_ENCODERS` names that, the
-limits of its video processor, and whether its positions count seconds.
+What a family says of its videos is `Videos`; where text says the time of each patch, a subclass of `VideoRules` does
+what is otherwise.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,6 +14,7 @@ from mmtrain.config.config import CONVERSATION_VIDEO_KEYS
 from mmtrain.config.data import DataConfig
 from mmtrain.config.model import ModelConfig
 from mmtrain.errors import ConfigError
+from mmtrain.families.catalogue import ENCODERS
 from mmtrain.modality.geometry import ImageGeometry, check_aspect_ratio, model_geometry, smart_resize
 from mmtrain.spec.hub_files import processor_config
 from mmtrain.spec.model_configs import encoder_config
@@ -97,7 +97,7 @@ class VideoRules:
     def time_step(self, seconds: float) -> float:
         """Positions from one patch to the next in time, in float32 as its factors.
 
-        Source: `second_per_grid_ts` in `Qwen2_5_VLModel.get_rope_index` of transformers 5.23.
+        Source: `second_per_grid_ts` in `get_rope_index` of the whole model in transformers 5.23.
         """
         return float(np.float32(self.tokens_per_second) * np.float32(seconds)) if self.tokens_per_second else 1.0
 
@@ -107,7 +107,7 @@ class VideoRules:
 
 
 class TimedVideoRules(VideoRules):
-    """Those of Qwen3-VL, in which text says the time of each patch in time, so each is an item of its own.
+    """Those in which text says the time of each patch in time, so each is an item of its own.
 
     Source: `Qwen3VLVideoProcessor` and `Qwen3VLProcessor` of transformers 5.23.
     """
@@ -157,25 +157,8 @@ class TimedVideoRules(VideoRules):
         return tuple(f"<{(first + last) / 2:.1f} seconds>" for first, last in pairs)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VideoFamily:
-    """The videos of one family of encoders."""
-
-    rules: type[VideoRules] = VideoRules
-    min_pixels: int = 128 * 28**2
-    """Of `VideoRules`, unless the config says another; the default of the video processor's class."""
-    max_pixels: int = 768 * 28**2
-    time_key: str = ""
-    """Key of the encoder's config with the positions of one second; empty: each patch in time is one position, however
-    long it lasts."""
-
-
-VIDEO_ENCODERS: Mapping[str, VideoFamily] = {
-    "qwen2_vl_vision": VideoFamily(),
-    "qwen2_5_vl_vision": VideoFamily(time_key="tokens_per_second"),
-    "qwen3_vl_vision": VideoFamily(rules=TimedVideoRules, min_pixels=128 * 32**2, max_pixels=768 * 32**2),
-}
-"""Family of encoders that read videos -> how."""
+VIDEO_ENCODERS = {name: encoder.videos for name, encoder in ENCODERS.items() if encoder.videos is not None}
+"""Encoders that read videos -> how."""
 
 
 def video_rules(model: ModelConfig, data: DataConfig) -> VideoRules | None:
@@ -194,7 +177,7 @@ def video_rules(model: ModelConfig, data: DataConfig) -> VideoRules | None:
                 )
         return None
     family, (least, most) = VIDEO_ENCODERS[kind], _stored_limits(model)
-    rules = family.rules(
+    rules = (TimedVideoRules if family.timed else VideoRules)(
         patches=model_geometry(model),
         fps=data.video_fps,
         min_frames=data.video_min_frames,

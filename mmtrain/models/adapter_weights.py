@@ -7,14 +7,14 @@ import torch
 
 from mmtrain.config.model import ModelConfig, section_of
 from mmtrain.errors import ConfigError
-from mmtrain.models.adapters import DECODERS, VISION_ADAPTERS
+from mmtrain.families.catalogue import ENCODERS
+from mmtrain.models.adapters import decoder, vision_adapter
 from mmtrain.models.chunk import Chunk, VisionChunk
 from mmtrain.models.fused_qkv import is_fused, to_head_major
 from mmtrain.models.pretrained import open_tensors
 from mmtrain.models.trainable import adapter_names, is_adapter, stored_adapter_name
 from mmtrain.models.whole import in_classes
 from mmtrain.spec.adapter_settings import check_settings
-from mmtrain.spec.families import ENCODERS
 from mmtrain.spec.hub_files import find_file, read_json
 from mmtrain.spec.linears import adapted_linears
 from mmtrain.spec.model_configs import encoder_config
@@ -103,9 +103,9 @@ def _blocks(model: ModelConfig, module: str) -> tuple[str, int, int]:
     """The name of a module's list of blocks, and how many blocks a job and its class have."""
     if module == "language":
         language = language_shape(model)
-        return DECODERS[language.model_type].blocks, language.depth, language.depth
+        return decoder(language.model_type).blocks, language.depth, language.depth
     shape, values = vision_shape(model, module), encoder_config(model.encoders[module], section_of(module))
-    blocks = VISION_ADAPTERS[shape.model_type].blocks
+    blocks = vision_adapter(shape.model_type).blocks
     return blocks, shape.depth, values[ENCODERS[shape.model_type].sizes["depth"]]
 
 

@@ -1,31 +1,38 @@
-"""One adapter a family: how a real Hugging Face module is built, cut into layers and called layer by layer.
+"""Adapters: how a real Hugging Face module is built, cut into layers and called layer by layer.
 
-An adapter holds no state. It makes the family's own class with parameters on the meta device, keeps the
-children of the wanted layers (names unchanged: a `ModuleDict` keyed by the original index stands for the
-list) and sets the others to None.
+Those of a family are in its folder, `families/NAME/adapter.py`, and found here. An adapter holds no state. It makes the
+family's own class with parameters on the meta device, keeps the children of the wanted layers (names unchanged: a
+`ModuleDict` keyed by the original index stands for the list) and sets the others to None.
 
 Shape legend: N images; R rows of all images; F frames of a spectrogram; B its mel bins; D encoder width.
 """
 
 import copy
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from mmtrain.errors import ConfigError, DataError
+from mmtrain.families.catalogue import FOLDERS, TABLES
+from mmtrain.families.shapes import VisionShape
+from mmtrain.families.tensor_table import TensorTable
+from mmtrain.families.windows import Grid
 from mmtrain.modality.bitfield import Bits, segment_bits
 from mmtrain.models.attention.context import PACKED, AttentionContext
-from mmtrain.models.projector import Grid
-from mmtrain.spec.vision_shapes import ROW_FRAMES, VisionShape
-from mmtrain.spec.windows import window_rows
+
+Classes = tuple[type[PreTrainedConfig], Callable[[Any], PreTrainedModel]]
+"""The Hugging Face config class, and the function that builds the module from such a config."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,27 +50,27 @@ class RankRows:
 
 
 class Adapter(ABC):
-    """How to build and prune one family."""
+    """How to build and prune one network of a family, whose table names its layers."""
 
-    blocks: str
-    """Name of the list of blocks inside of the module."""
-    embed: tuple[str, ...]
-    """Names of the first layer's modules."""
-    norm: str = ""
-    """Name of the norm after the last block; empty: none."""
+    classes: Classes
     fused_qkv: tuple[str, ...] = ()
     """Layers of a block that make query, key and value at once, with head-major rows: see `fused_qkv`."""
 
-    @abstractmethod
-    def classes(self) -> tuple[type[PreTrainedConfig], Any]:
-        """The Hugging Face config class, and the function that builds the module from such a config."""
+    def __init__(self, table: TensorTable) -> None:
+        """Args: table: of its network; names in it begin with that of the module."""
+        self.blocks = _inside(table.blocks)
+        """Name of the list of blocks inside of the module."""
+        self.embed = [_inside(name) for name in table.embed]
+        """Names of the first layer's modules."""
+        self.norm = _inside(next(iter(table.norm), ""))
+        """Name of the norm after the last block; empty: none."""
 
     def build(self, values: dict[str, Any], attention: str = PACKED) -> PreTrainedModel:
         """The whole module with parameters on the meta device and real buffers.
 
         Raises: ConfigError: the Hugging Face class refuses the config.
         """
-        config_class, make = self.classes()
+        config_class, make = self.classes
         # Copied, since the classes change nested tables. Null is no window; of other keys it is the default.
         given = {k: v for k, v in values.items() if k != "model_type" and (v is not None or k == "sliding_window")}
         fields = copy.deepcopy(given)
@@ -89,8 +96,11 @@ class Adapter(ABC):
 class VisionAdapter(Adapter):
     """How to call one encoder family on two-dimensional activations [R, D]."""
 
-    mergers: tuple[str, ...] = ()
-    """Names of the modules of its own merger; empty: it has none."""
+    def __init__(self, table: TensorTable) -> None:
+        super().__init__(table)
+        merger_names = (_inside(name).partition(".")[0] for name in (*table.merger, *table.tap_merger))
+        self.mergers = list(dict.fromkeys(merger_names))
+        """Names of the modules of its own merger; empty: it has none."""
 
     def keep(
         self, module: PreTrainedModel, *, embed: bool, blocks: list[int], norm: bool, merger: bool = False
@@ -137,18 +147,10 @@ class VisionAdapter(Adapter):
         tower._init_weights(module)
 
 
-class Qwen2VLVision(VisionAdapter):
-    """The Qwen2-VL vision transformer: images of any size, packed; its own merger is optional."""
+class PackedVision(VisionAdapter):
+    """Encoders of packed images of any size with rotary positions, whose own merger is optional."""
 
-    blocks, fused_qkv = "blocks", ("attn.qkv",)
-    embed: tuple[str, ...] = ("patch_embed",)
-    mergers: tuple[str, ...] = ("merger",)
-
-    def classes(self) -> tuple[type[PreTrainedConfig], Any]:
-        from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
-        from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
-
-        return Qwen2VLVisionConfig, Qwen2VisionTransformerPretrainedModel
+    fused_qkv = ("attn.qkv",)
 
     def rows(self, grid: Grid) -> int:
         return grid[0] * grid[1] * grid[2]
@@ -176,57 +178,8 @@ class Qwen2VLVision(VisionAdapter):
         return tower.merger(x_RD)
 
 
-class Qwen3VLVision(Qwen2VLVision):
-    """The Qwen3-VL vision transformer: learned positions in addition, and a merger for the output of some blocks."""
-
-    embed, mergers = ("patch_embed", "pos_embed"), ("merger", "deepstack_merger_list")
-
-    def classes(self) -> tuple[type[PreTrainedConfig], Any]:
-        from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
-        from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
-
-        return Qwen3VLVisionConfig, Qwen3VLVisionModel
-
-    def call_embed(self, tower: PreTrainedModel, pixels: Tensor, rows: RankRows) -> Tensor:
-        from transformers.vision_utils import get_vision_interpolation_indices_and_weights
-
-        x_RD = tower.patch_embed(pixels)
-        index, weight = get_vision_interpolation_indices_and_weights(
-            torch.tensor(rows.grids),
-            tower.num_grid_per_side,
-            tower.interpolation_mode,
-            tower.interpolation_align_corners,
-            rows.shape.merge,
-        )
-        patches = np.maximum(rows.indices, 0)[: len(pixels)]
-        index, weight = (t[patches].to(x_RD.device, non_blocking=True) for t in (index, weight))
-        return x_RD + (tower.pos_embed(index) * weight[:, :, None]).sum(1).to(x_RD.dtype)
-
-    def merge(self, tower: PreTrainedModel, x_RD: Tensor, taps: list[Tensor]) -> Tensor:
-        pairs = zip(tower.deepstack_merger_list, taps, strict=True)
-        return torch.cat([tower.merger(x_RD), *(merger(tap) for merger, tap in pairs)], dim=1)
-
-
-class Qwen25VLVision(Qwen2VLVision):
-    """The Qwen2.5-VL vision transformer: most blocks attend inside of windows, each of them one run of rows."""
-
-    def classes(self) -> tuple[type[PreTrainedConfig], Any]:
-        from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
-        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
-
-        return Qwen2_5_VLVisionConfig, Qwen2_5_VisionTransformerPretrainedModel
-
-    def context(self, tower: PreTrainedModel, x_rD: Tensor, rows: RankRows) -> Any:
-        full, shape = super().context(tower, x_rD, rows), rows.shape
-        windows = rows.attend(segment_bits(window_rows(rows.grids, shape.merge, shape.window)))
-        return {"full": full, "window": {**full, "context": windows}, "full_blocks": shape.full_blocks}
-
-    def call_block(self, index: int, block: nn.Module, x_RD: Tensor, context: Any) -> Tensor:
-        return block(x_RD, **context["full" if index in context["full_blocks"] else "window"])
-
-
 class MaskedVision(VisionAdapter):
-    """Encoders whose blocks take rows and a mask: SigLIP, CLIP, ViT, Whisper (images of one size) and SigLIP 2."""
+    """Encoders whose blocks take rows and a mask."""
 
     extra_rows = 0
 
@@ -246,118 +199,19 @@ class MaskedVision(VisionAdapter):
         return block(x_RD[None], context)[0]
 
 
-class Siglip(MaskedVision):
-    """The SigLIP vision transformer without its pooling head."""
-
-    blocks, embed, norm = "encoder.layers", ("embeddings",), "post_layernorm"
-    name = "Siglip"
-
-    def classes(self) -> tuple[type[PreTrainedConfig], Any]:
-        import transformers
-
-        model = getattr(transformers, f"{self.name}VisionModel")
-
-        def make(config: PreTrainedConfig) -> PreTrainedModel:
-            config.vision_use_head = False
-            return model(config)
-
-        return getattr(transformers, f"{self.name}VisionConfig"), make
-
-
-class Siglip2(Siglip):
-    """The SigLIP 2 vision transformer for images of any size (NaFlex), packed, without its pooling head."""
-
-    name = "Siglip2"
-
-    def call_embed(self, tower: PreTrainedModel, pixels: Tensor, rows: RankRows) -> Tensor:
-        embeddings = tower.embeddings
-        side, merge = embeddings.position_embedding_size, rows.shape.merge
-        table = embeddings.position_embedding.weight.unflatten(0, (side, side))
-        resized, patches, start = [], [], 0
-        for grid in rows.grids:
-            _, h, w = grid
-            sides = torch.tensor([[h, w]])
-            resized.append(embeddings.resize_positional_embeddings(table, sides, max_length=h * w)[0])
-            down, across = block_positions((grid,), merge).unbind(1)
-            patches.append(start + down * w + across)
-            start += h * w
-        order = torch.cat(patches)[np.maximum(rows.indices, 0)[: len(pixels)]]
-        positions = torch.cat(resized).index_select(0, order.to(pixels.device, non_blocking=True))
-        return embeddings.patch_embedding(pixels.to(embeddings.patch_embedding.weight.dtype)) + positions
-
-
-class CLIP(MaskedVision):
-    """The CLIP vision transformer, up to its last block: the norm after it is for the pooled class token alone."""
-
-    blocks, embed, norm = "encoder.layers", ("embeddings", "pre_layrnorm"), "post_layernorm"
-    extra_rows = 1
-
-    def classes(self) -> tuple[type[PreTrainedConfig], Any]:
-        from transformers import CLIPVisionConfig, CLIPVisionModel
-
-        return CLIPVisionConfig, CLIPVisionModel
-
-
-class ViT(MaskedVision):
-    """The ViT without its pooler."""
-
-    blocks, embed, norm = "layers", ("embeddings",), "layernorm"
-    extra_rows = 1
-
-    def classes(self) -> tuple[type[PreTrainedConfig], Any]:
-        from transformers import ViTConfig, ViTModel
-
-        return ViTConfig, lambda config: ViTModel(config, add_pooling_layer=False)
-
-
-class WhisperEncoder(MaskedVision):
-    """The Whisper encoder: a log-mel spectrogram [mel bins, 2 x frames] is an image of one row of frames. Where rows
-    are packed, a patch is all that one row reads of it, see `models.spectrogram`."""
-
-    blocks, embed, norm = "layers", ("conv1", "conv2", "embed_positions"), "layer_norm"
-
-    def classes(self) -> tuple[type[PreTrainedConfig], Any]:
-        from transformers import WhisperConfig
-        from transformers.models.whisper.modeling_whisper import WhisperEncoder
-
-        return WhisperConfig, WhisperEncoder
-
-    def call_embed(self, tower: PreTrainedModel, pixels: Tensor, rows: RankRows) -> Tensor:
-        if rows.shape.packed:
-            return _embedded_rows(tower, pixels, rows)
-        x_NDF = nn.functional.gelu(tower.conv1(pixels.to(tower.conv1.weight.dtype)))
-        x_NDF = nn.functional.gelu(tower.conv2(x_NDF))
-        frames = torch.arange(x_NDF.shape[-1], device=x_NDF.device)
-        return (x_NDF.transpose(1, 2) + tower.embed_positions(frames)).flatten(0, 1)
-
-    def init_weights(self, tower: PreTrainedModel, module: nn.Module) -> None:
-        if module is not tower or tower.embed_positions is not None:  # the tower's own rule sets the positions
-            super().init_weights(tower, module)
-
-
-class Qwen2AudioEncoder(WhisperEncoder):
-    """The Qwen2-Audio encoder, which is always packed."""
-
-    def classes(self) -> tuple[type[PreTrainedConfig], Any]:
-        from transformers import Qwen2AudioEncoder, Qwen2AudioEncoderConfig
-
-        return Qwen2AudioEncoderConfig, Qwen2AudioEncoder
-
-
 class Decoder(Adapter):
-    """A decoder-only language model with its head: Qwen2, Qwen3, Llama, Mistral."""
+    """A decoder-only language model with its head."""
 
-    blocks, embed, norm = "model.layers", ("model.embed_tokens",), "model.norm"
     reader = "AutoModelForCausalLM"
     """The class of transformers that reads what its `save_pretrained` writes."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, table: TensorTable) -> None:
+        """Args: name: how the names of its classes begin. table: as of `Adapter`."""
+        super().__init__(table)
+        self.classes = self._classes(name)
 
-    def classes(self) -> tuple[type[PreTrainedConfig], Any]:
-        import transformers
-
-        return getattr(transformers, f"{self.name}Config"), getattr(transformers, f"{self.name}ForCausalLM")
+    def _classes(self, name: str) -> Classes:
+        return getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
 
     def build(self, values: dict[str, Any], attention: str = PACKED) -> PreTrainedModel:
         return super().build({**values, "use_cache": False}, attention)
@@ -371,37 +225,46 @@ class Decoder(Adapter):
 
 
 class TextPart(Decoder):
-    """The language model of a whole model, with the head that the whole one gives it: Qwen2-VL and its successors."""
+    """The language model of a whole model, with the head that the whole one gives it."""
 
     reader = "AutoModel"
 
-    def classes(self) -> tuple[type[PreTrainedConfig], Any]:
-        import transformers
-
-        text_model = getattr(transformers, f"{self.name}TextModel")
+    def _classes(self, name: str) -> Classes:
+        text_model = getattr(transformers, f"{name}TextModel")
         return text_model.config_class, lambda config: _with_head(text_model, config)
 
 
-VISION_ADAPTERS: dict[str, VisionAdapter] = {
-    "qwen2_vl_vision": Qwen2VLVision(),
-    "qwen2_5_vl_vision": Qwen25VLVision(),
-    "qwen3_vl_vision": Qwen3VLVision(),
-    "siglip_vision_model": Siglip(),
-    "siglip2_vision_model": Siglip2(),
-    "clip_vision_model": CLIP(),
-    "vit": ViT(),
-    "whisper_encoder": WhisperEncoder(),
-    "qwen2_audio_encoder": Qwen2AudioEncoder(),
-}
-DECODERS: dict[str, Decoder] = {
-    "qwen2": Decoder("Qwen2"),
-    "llama": Decoder("Llama"),
-    "qwen3": Decoder("Qwen3"),
-    "mistral": Decoder("Mistral"),
-    "qwen2_vl_text": TextPart("Qwen2VL"),
-    "qwen2_5_vl_text": TextPart("Qwen2_5_VL"),
-    "qwen3_vl_text": TextPart("Qwen3VL"),
-}
+@cache
+def vision_adapter(model_type: str) -> VisionAdapter:
+    """The adapter of an encoder."""
+    adapter: VisionAdapter = adapters_of(model_type).ADAPTERS[model_type](TABLES[model_type])
+    return adapter
+
+
+@cache
+def decoder(model_type: str) -> Decoder:
+    """The adapter of a language model."""
+    adapter: Decoder = adapters_of(model_type).ADAPTERS[model_type](TABLES[model_type])
+    return adapter
+
+
+def make_projector_of(kind: str, width: int, outputs: int, hidden_act: str) -> nn.Module:
+    """A new projector of a family's own class, for the default device, which takes [.., D] and returns [.., L].
+
+    Args: kind: of the projector. width: D. outputs: L. hidden_act: between its linear layers, if there are two.
+    """
+    projector: nn.Module = adapters_of(kind).projector(width, outputs, hidden_act)
+    return projector
+
+
+def _inside(name: str) -> str:
+    """A name in a table without that of the module, with which it begins."""
+    return name.partition(".")[2]
+
+
+def adapters_of(name: str) -> Any:
+    """The adapters of the family that has a network or a projector."""
+    return importlib.import_module(f"mmtrain.families.{FOLDERS[name]}.adapter")
 
 
 def _with_head(text_model: Any, config: PreTrainedConfig) -> PreTrainedModel:
@@ -420,21 +283,6 @@ def _with_head(text_model: Any, config: PreTrainedConfig) -> PreTrainedModel:
     TextModelWithHead.__name__ = text_model.__name__.replace("TextModel", "TextForCausalLM")
     made: PreTrainedModel = TextModelWithHead(config)
     return made
-
-
-def _embedded_rows(tower: PreTrainedModel, patches: Tensor, rows: RankRows) -> Tensor:
-    """[R, D]: the first activation of packed rows of sounds. Args: patches: [R, ROW_FRAMES * B]."""
-    first, second = tower.conv1, tower.conv2
-    own = np.maximum(rows.indices, 0)[: len(patches)]
-    time_R = np.concatenate([np.arange(w) for _, _, w in rows.grids])[own]
-    x_RBF = patches.to(first.weight.dtype).unflatten(1, (ROW_FRAMES, -1)).transpose(1, 2)
-    x_RD3 = nn.functional.gelu(nn.functional.conv1d(x_RBF, first.weight, first.bias))
-    # Before a sound's first frame the second convolution reads zeros, as its padding, and not what the first one
-    # makes of zeros.
-    begins_R = torch.from_numpy(time_R == 0).to(x_RD3.device, non_blocking=True)
-    x_RD3[:, :, 0].masked_fill_(begins_R[:, None], 0)
-    x_RD = nn.functional.gelu(nn.functional.conv1d(x_RD3, second.weight, second.bias)).squeeze(2)
-    return x_RD + tower.embed_positions(torch.from_numpy(time_R).to(x_RD.device, non_blocking=True))
 
 
 def block_positions(grids: tuple[Grid, ...], merge: int) -> Tensor:

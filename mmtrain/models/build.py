@@ -5,7 +5,7 @@ from torch import nn
 
 from mmtrain.config.model import ModelConfig, section_of
 from mmtrain.errors import ConfigError
-from mmtrain.models.adapters import DECODERS, VISION_ADAPTERS
+from mmtrain.models.adapters import decoder, vision_adapter
 from mmtrain.models.chunk import Chunk, LanguageChunk, VisionChunk
 from mmtrain.models.dit import DitChunk
 from mmtrain.models.vae import VaeChunk
@@ -38,14 +38,14 @@ def build_chunk(
     try:
         if module in model.encoders:
             vision = vision_shape(model, module)
-            chunk = VisionChunk(model, vision, VISION_ADAPTERS[vision.model_type], spec, layers, module)
+            chunk = VisionChunk(model, vision, vision_adapter(vision.model_type), spec, layers, module)
         elif module == "dit":
             chunk = DitChunk(model, dit_shape(model), spec, layers)
         elif module == "vae":
             chunk = VaeChunk(model, vae_shape(model), spec, layers)
         else:
             language = language_shape(model)
-            chunk = LanguageChunk(model, language, DECODERS[language.model_type], spec, layers)
+            chunk = LanguageChunk(model, language, decoder(language.model_type), spec, layers)
     except ConfigError as error:
         text = str(error)
         raise ConfigError(text if text.startswith("model.") else f"{section_of(module)}: {text}") from error

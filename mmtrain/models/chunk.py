@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from mmtrain.config.model import ModelConfig, projector_name, section_of
 from mmtrain.errors import DataError
+from mmtrain.families.shapes import LanguageShape, VisionShape
 from mmtrain.models.adapters import Decoder, RankRows, VisionAdapter, check_grids
 from mmtrain.models.attention.context import AttentionChoices, AttentionContext, Gather, attention_context
 from mmtrain.models.batch import IGNORE_INDEX
@@ -36,9 +37,7 @@ from mmtrain.models.trainable import set_trainable
 from mmtrain.spec.linears import adapted_linears
 from mmtrain.spec.model_configs import encoder_config, language_config
 from mmtrain.spec.rows import RowSharding, WholeRows, padded, share_of
-from mmtrain.spec.shapes import LanguageShape
 from mmtrain.spec.spec import ModelSpec, ModuleSpec, WorkSize
-from mmtrain.spec.vision_shapes import VisionShape
 
 
 class LanguageOutput(NamedTuple):

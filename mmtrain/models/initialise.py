@@ -33,7 +33,7 @@ def init_weights(chunk: Chunk | VaeDecoder, seed: int) -> None:
     """Sets every parameter of a materialised chunk, in place, only from (seed, name).
 
     On one kind of device, any two chunks that hold a parameter get equal values. The global random state is
-    left as it was. The projector has `nn.Linear`'s default distribution, as in LLaVA.
+    left as it was. The projector has `nn.Linear`'s default distribution.
     """
     _run(chunk, _plan(chunk), seed)
 

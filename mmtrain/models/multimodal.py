@@ -1,7 +1,7 @@
 """A multimodal model from modules of transformers, as a job: the Python counterpart of [model] and its placement.
 
     mllm = MultimodalModule(
-        encoders={"vision": EncoderModule(siglip), "audio": EncoderModule(whisper)},
+        encoders={"vision": EncoderModule(sees), "audio": EncoderModule(hears)},
         language_model=llama,
     )
     job = mllm.job("modules", ParallelSpec(pp=2), {name: ParallelSpec(pp=1) for name in mllm.encoders}, data=..., ...)
@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from mmtrain.config import config
 from mmtrain.config.config import Config
-from mmtrain.config.model import EncoderConfig, LanguageConfig, ModelConfig, ProjectorConfig, Trainable
+from mmtrain.config.model import EncoderConfig, LanguageConfig, ModelConfig, ProjectorConfig, ProjectorName, Trainable
 from mmtrain.config.sections import JobConfig, ParallelismConfig, PlannerConfig
 from mmtrain.errors import ConfigError
 from mmtrain.launch.whole_files import new_folder
@@ -46,7 +46,7 @@ class EncoderModule:
     """An encoder, and the projector from its features into the language model."""
 
     module: Source
-    projector: ProjectorConfig | Literal["mlp", "native", "llava", "linear"] = "mlp"
+    projector: ProjectorConfig | ProjectorName = "mlp"
     """Its section, or just its kind."""
     trainable: Trainable | None = None
     """None: whether any parameter of the module requires a gradient; a config trains."""

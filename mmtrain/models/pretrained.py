@@ -21,39 +21,17 @@ from mmtrain.config.model import (
     section_of,
 )
 from mmtrain.errors import ConfigError
+from mmtrain.families.catalogue import NETWORKS
+from mmtrain.families.composite import Spelling
 from mmtrain.models.chunk import Chunk, LanguageChunk, VisionChunk
 from mmtrain.models.dit import DitChunk
 from mmtrain.models.fused_qkv import is_fused, to_head_major
 from mmtrain.models.trainable import is_adapter, plain_name
 from mmtrain.models.vae import VaeChunk, VaeDecoder
-from mmtrain.spec.composites import Spelling, part_spellings
+from mmtrain.spec.composites import part_spellings
 from mmtrain.spec.hub_files import find_file, read_json
 from mmtrain.spec.modules import projector_sizes
 from mmtrain.spec.weight_files import STEMS, damaged, header, weight_files
-
-_PREFIXES = {
-    "qwen2_vl_vision": (),
-    "qwen2_5_vl_vision": (),
-    "qwen3_vl_vision": (),
-    "siglip_vision_model": ("vision_model.",),
-    "siglip2_vision_model": ("vision_model.",),
-    "clip_vision_model": ("vision_model.",),
-    "vit": ("vit.",),
-    "whisper_encoder": ("model.encoder.", "encoder."),
-    "qwen2_audio_encoder": (),
-    "qwen2": (),
-    "llama": (),
-    "qwen3": (),
-    "mistral": (),
-    "qwen2_vl_text": (),
-    "qwen2_5_vl_text": (),
-    "qwen3_vl_text": (),
-    "wan": (),
-    "autoencoder_kl": (),
-    "autoencoder_kl_wan": (),
-}
-"""What may stand before the names of a family's parameters where it is a part of a larger model. Where each module of a
-whole model takes its own part, see `spec.composites`."""
 
 _OLD_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 """Names of layers of a VAE's attention as files of old versions of diffusers have them -> as its class has them."""
@@ -122,7 +100,9 @@ def _load(
         return 0
     source = f"{where}.pretrained = {section.pretrained!r}"
     files = _index(where, section.pretrained, STEMS.get(where, "model"))
-    spellings = part_spellings(where, section.pretrained) or tuple({prefix: ""} for prefix in _PREFIXES[model_type])
+    spellings = part_spellings(where, section.pretrained) or tuple(
+        {prefix: ""} for prefix in NETWORKS[model_type].prefixes
+    )
     spelling = _occurring(files, spellings)
     names = module_names(module, _part_names(files, spelling))
     # A tied head counts under both of its names.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mmtrain.config.model import ModelConfig
+from mmtrain.models.adapters import make_projector_of
 from mmtrain.spec.modules import projection_of
 from mmtrain.spec.vision_shapes import vision_shape
 
@@ -21,7 +22,7 @@ def merge_neighbours(x_RD: Tensor, grids: tuple[Grid, ...], merge: int, *, row_m
     Where all images are one row of patches (sound), neighbours are m of that row.
     Args:
         grids: of the images, whose patches follow each other in x_RD.
-        row_major: patches of an image come row by row; otherwise square by square, as Qwen2-VL packs them.
+        row_major: patches of an image come row by row; otherwise square by square.
     """
     width = x_RD.shape[-1]
     if not row_major or merge == 1:
@@ -40,7 +41,7 @@ def merge_neighbours(x_RD: Tensor, grids: tuple[Grid, ...], merge: int, *, row_m
 class Projector(nn.Module):
     """LayerNorm of each feature, merge of neighbours, Linear, GELU, Linear.
 
-    Source: PatchMerger of Qwen2-VL, arXiv:2409.12191, sec. 2.1; two layers: LLaVA-1.5, arXiv:2310.03744.
+    Source: PatchMerger of arXiv:2409.12191, sec. 2.1; two layers: arXiv:2310.03744.
     """
 
     def __init__(
@@ -69,10 +70,7 @@ class Projector(nn.Module):
 
 
 def make_projector(model: ModelConfig, module: str = "vision") -> nn.Module:
-    """A new projector of kind `mlp`, `llava` or `linear` of an encoder, for the default device.
-
-    Those of `llava` and `linear` are transformers' own classes, which take [.., D] and return [.., L].
-    """
+    """A new projector of an encoder, ours of kind `mlp` or a family's, for the default device."""
     projection, shape = projection_of(model, module), vision_shape(model, module)
     assert projection is not None
     if projection.kind == "mlp":
@@ -84,23 +82,4 @@ def make_projector(model: ModelConfig, module: str = "vision") -> nn.Module:
             row_major=not shape.any_size,
             one_row=shape.one_row,
         )
-    one_head = {"num_attention_heads": 1, "num_key_value_heads": 1}  # of modules that are not made
-    if projection.kind == "linear":
-        from transformers import Qwen2AudioConfig
-        from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioMultiModalProjector
-
-        return Qwen2AudioMultiModalProjector(
-            Qwen2AudioConfig(
-                audio_config={"model_type": "qwen2_audio_encoder", "d_model": shape.width},
-                text_config={"model_type": "qwen2", "hidden_size": projection.outputs, **one_head},
-            )
-        )
-    from transformers import LlavaConfig
-    from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
-
-    config = LlavaConfig(
-        vision_config={"model_type": "clip_vision_model", "hidden_size": shape.width, **one_head},
-        text_config={"model_type": "llama", "hidden_size": projection.outputs, **one_head},
-        projector_hidden_act=projection.hidden_act,
-    )
-    return LlavaMultiModalProjector(config)
+    return make_projector_of(projection.kind, shape.width, projection.outputs, projection.hidden_act)

@@ -19,7 +19,7 @@ from mmtrain.models.diffusion import ClipNoise
 from mmtrain.models.dit import DitOutput
 from mmtrain.models.initialise import init_weights
 from mmtrain.models.pretrained import load_pretrained
-from mmtrain.models.vae import ADAPTERS, VaeChunk
+from mmtrain.models.vae import VaeChunk, vae_adapter
 from mmtrain.spec.model_configs import vae_config
 from mmtrain.spec.shapes import dit_shape
 from mmtrain.spec.spec import ModelSpec
@@ -146,7 +146,7 @@ class _WholeVae(nn.Module):
         super().__init__()
         assert model.vae is not None
         self._shape = chunk.shape
-        self.vae = ADAPTERS[chunk.shape.model_type].build(vae_config(model.vae))
+        self.vae = vae_adapter(chunk.shape.model_type).build(vae_config(model.vae))
         self.vae.load_state_dict(chunk.vae.state_dict(), strict=False, assign=True)
         self.vae.requires_grad_(False)
 

@@ -12,7 +12,7 @@ def scatter_tokens(x_TD: Tensor, image_VD: Tensor, slot_V: Tensor) -> Tensor:
     Args: slot_V: int64 rows of x_TD, each named at most once.
     Returns: [T, D], dtype and device of x_TD; gradients reach both inputs.
     Raises: DataError: image_VD and slot_V disagree on V, or image_VD and x_TD on D.
-    Source: LLaVA, arXiv:2304.08485, sec. 4.1.
+    Source: arXiv:2304.08485, sec. 4.1.
     """
     if len(image_VD) != len(slot_V):
         raise DataError(

@@ -1,4 +1,4 @@
-"""A spectrogram cut into what each row of an encoder of Whisper's shape reads of it.
+"""A spectrogram cut into what each row of an encoder of sound reads of it.
 
 Row r comes from two convolutions over three frames, the second with stride two: of the first one's outputs 2 r - 1 to
 2 r + 1, and so of the frames 2 r - 2 to 2 r + 2. The last row of a sound thus reads up to two frames behind its end.
@@ -11,7 +11,7 @@ Shape legend: B mel bins; F frames; l rows.
 import torch
 from torch import Tensor, nn
 
-from mmtrain.spec.vision_shapes import ROW_FRAMES
+from mmtrain.families.shapes import ROW_FRAMES
 
 _BEFORE = 2
 """Frames before its own two that a row reads."""

@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 
 from mmtrain.config.model import ModelConfig, section_of
-from mmtrain.models.adapters import VISION_ADAPTERS
+from mmtrain.families.catalogue import ENCODERS
+from mmtrain.models.adapters import vision_adapter
 from mmtrain.models.build import materialise
 from mmtrain.models.initialise import init_encoder
 from mmtrain.models.pretrained import load_encoder
-from mmtrain.spec.families import ENCODERS
 from mmtrain.spec.model_configs import encoder_config
 from mmtrain.spec.vision_shapes import vision_shape
 
@@ -25,7 +25,7 @@ def unused_weights(model: ModelConfig, seed: int, module: str = "vision") -> dic
     """
     section, where = model.encoders[module], section_of(module)
     shape, values = vision_shape(model, module), encoder_config(section, where)
-    adapter = VISION_ADAPTERS[shape.model_type]
+    adapter = vision_adapter(shape.model_type)
     blocks = list(range(shape.depth, values[ENCODERS[shape.model_type].sizes["depth"]]))
     encoder = adapter.build(values)
     adapter.keep(encoder, embed=False, blocks=blocks, norm=not shape.final_norm)

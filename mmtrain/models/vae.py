@@ -15,14 +15,11 @@ from torch import Tensor, nn
 
 from mmtrain.config.model import ModelConfig
 from mmtrain.errors import DataError
-from mmtrain.models.adapters import build_diffusers
+from mmtrain.models.adapters import adapters_of, build_diffusers
 from mmtrain.models.chunk import Chunk
 from mmtrain.spec.model_configs import vae_config
 from mmtrain.spec.spec import ModelSpec
 from mmtrain.spec.vae_shapes import PIXEL_CHANNELS, Size, VaeShape, vae_shape
-
-_PIXELS_AT_ONCE = 1 << 20
-"""Pixels of the frames that a VAE of single images encodes together."""
 
 
 class VaeAdapter(ABC):
@@ -52,43 +49,10 @@ class VaeAdapter(ABC):
             module.reset_parameters()
 
 
-class AutoencoderKL(VaeAdapter):
-    """Each frame by itself, as an image."""
-
-    name = "AutoencoderKL"
-
-    def mode(self, vae: Any, pixels: Tensor) -> Tensor:
-        _, _, height, width = pixels.shape
-        frames = pixels.transpose(0, 1).split(max(1, _PIXELS_AT_ONCE // (height * width)))
-        latents_FCHW = torch.cat([vae.encode(part).latent_dist.mode() for part in frames])
-        return latents_FCHW.transpose(0, 1)
-
-    def decode(self, vae: Any, latents_CFHW: Tensor) -> Tensor:
-        frames = [vae.decode(frame[None]).sample for frame in latents_CFHW.transpose(0, 1)]
-        return torch.cat(frames).transpose(0, 1)
-
-
-class AutoencoderKLWan(VaeAdapter):
-    """The first frame, then four at a time."""
-
-    name = "AutoencoderKLWan"
-
-    def mode(self, vae: Any, pixels: Tensor) -> Tensor:
-        latents: Tensor = vae.encode(pixels[None]).latent_dist.mode()[0]
-        return latents
-
-    def decode(self, vae: Any, latents_CFHW: Tensor) -> Tensor:
-        pixels: Tensor = vae.decode(latents_CFHW[None]).sample[0]
-        return pixels
-
-    def init_own(self, module: nn.Module) -> None:
-        if isinstance(scale := getattr(module, "gamma", None), nn.Parameter):
-            nn.init.ones_(scale)
-        super().init_own(module)
-
-
-ADAPTERS: dict[str, VaeAdapter] = {"autoencoder_kl": AutoencoderKL(), "autoencoder_kl_wan": AutoencoderKLWan()}
-"""By the `model_type` of `models.families`."""
+def vae_adapter(model_type: str) -> VaeAdapter:
+    """The adapter of a VAE."""
+    adapter: VaeAdapter = adapters_of(model_type).ADAPTERS[model_type]()
+    return adapter
 
 
 class VaeChunk(Chunk):
@@ -97,7 +61,7 @@ class VaeChunk(Chunk):
     def __init__(self, model: ModelConfig, shape: VaeShape, spec: ModelSpec, layers: tuple[int, int]) -> None:
         assert model.vae is not None
         super().__init__(spec.module("vae"), layers)
-        self.shape, self.adapter = shape, ADAPTERS[shape.model_type]
+        self.shape, self.adapter = shape, vae_adapter(shape.model_type)
         self.vae = self.adapter.build(vae_config(model.vae))
         self.vae.decoder = self.vae.post_quant_conv = None
         self.vae.requires_grad_(False)
@@ -132,7 +96,7 @@ class VaeDecoder(nn.Module):
         super().__init__()
         assert model.vae is not None
         self.shape = vae_shape(model)
-        self.adapter = ADAPTERS[self.shape.model_type]
+        self.adapter = vae_adapter(self.shape.model_type)
         self.vae = self.adapter.build(vae_config(model.vae))
         self.vae.encoder = self.vae.quant_conv = None
         self.vae.requires_grad_(False)

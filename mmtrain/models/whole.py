@@ -10,10 +10,12 @@ from transformers.initialization import no_init_weights
 
 from mmtrain.config.model import ModelConfig, section_of
 from mmtrain.errors import ConfigError
+from mmtrain.families.catalogue import COMPOSITES
+from mmtrain.families.composite import Spelling
 from mmtrain.modality.metadata import DocumentMeta
 from mmtrain.models.adapters import parameters_on_meta
 from mmtrain.models.spectrogram import spectrogram_of
-from mmtrain.spec.composites import COMPOSITES, Spelling, class_name, selected_features
+from mmtrain.spec.composites import class_name, selected_features
 from mmtrain.spec.model_configs import encoder_config, language_config
 from mmtrain.spec.modules import projection_of, whole_kind, why_not_whole
 from mmtrain.spec.vision_shapes import vision_shape
@@ -78,7 +80,7 @@ def whole_config(model: ModelConfig, tokens: Mapping[str, int]) -> PreTrainedCon
     config.architectures = [class_name(kind)]
     seen = getattr(config, whole.parts["model.encoder"].config)
     if hasattr(seen, "vision_use_head"):
-        seen.vision_use_head = False  # SigLIP's pooler, whose output no whole model reads
+        seen.vision_use_head = False  # a pooler, whose output no whole model reads
     return config
 
 

@@ -14,9 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from mmtrain.errors import ConfigError, MMTrainError, one_line, shown
+from mmtrain.families.catalogue import COMPOSITES
 from mmtrain.models.pretrained import module_names, open_tensors
 from mmtrain.models.whole import empty_whole, filled
-from mmtrain.spec.composites import COMPOSITES, class_name, part_config
+from mmtrain.spec.composites import class_name, part_config
 from mmtrain.spec.hub_files import read_json
 from mmtrain.spec.weight_files import check_weight_files, weight_files
 

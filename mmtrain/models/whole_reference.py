@@ -10,7 +10,7 @@ from torch.func import functional_call
 from mmtrain.config.model import ModelConfig
 from mmtrain.modality.metadata import DocumentMeta, MicrobatchMeta
 from mmtrain.modality.positions import token_positions
-from mmtrain.models.adapters import VISION_ADAPTERS
+from mmtrain.models.adapters import vision_adapter
 from mmtrain.models.batch import IGNORE_INDEX, Microbatch
 from mmtrain.models.chunk import LanguageOutput
 from mmtrain.models.fused_qkv import from_head_major, is_fused
@@ -35,7 +35,7 @@ class WholeModel(ReferenceModel):
         self.theirs, self._kind = empty_whole(whole_config(model, {})), whole_kind(model)
         encoder = only_encoder(model)
         shape = vision_shape(model, encoder)
-        self._fused = VISION_ADAPTERS[shape.model_type].fused_qkv, shape.num_heads
+        self._fused = vision_adapter(shape.model_type).fused_qkv, shape.num_heads
         self._scale = model.lora.alpha / model.lora.rank
         unused = unused_weights(model, seed, encoder)
         self._unused = {in_class(self._kind, f"{encoder}.{name}"): tensor for name, tensor in unused.items()}

@@ -17,9 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from mmtrain.errors import ConfigError
+from mmtrain.families.catalogue import PROJECTORS, TABLES
+from mmtrain.families.tensor_table import Style, TensorTable
 from mmtrain.models.chunk import Chunk, LanguageChunk, VisionChunk
 from mmtrain.models.dit import DitChunk
-from mmtrain.models.tensor_plans import PLANS, PROJECTORS, FamilyPlan, Style
 from mmtrain.parallel.row_shards import RowShards, WholeRowShards
 from mmtrain.parallel.tensor_styles import Divided, MovedTable, make_styles
 from mmtrain.parallel.vocabulary import VocabularyLoss
@@ -37,28 +38,28 @@ def apply_tensor_parallel(chunk: Chunk, mesh: DeviceMesh, *, whole_rows: bool = 
     Raises: ConfigError: the family's table does not fit its class.
     """
     assert isinstance(chunk, _Divisible)
-    plan = PLANS.get(chunk.shape.model_type)
-    if plan is None:
+    table = TABLES.get(chunk.shape.model_type)
+    if table is None:
         raise ConfigError(
             f"parallelism.tensor_parallel_degree = {mesh.size()}: model_type {chunk.shape.model_type!r} has no table "
-            f"of divided layers; set the degree to 1, or use one of {', '.join(PLANS)}"
+            f"of divided layers; set the degree to 1, or use one of {', '.join(TABLES)}"
         )
     rows = WholeRowShards(mesh) if whole_rows else RowShards(mesh)
     divided: Divided = {}
     styles: dict[str, ParallelStyle] = {}
     whole: list[str] = []
-    for name, style in _entries(chunk, plan):
+    for name, style in _entries(chunk, table):
         module = _find(chunk, name, parameter=style in ("whole", "moved"))
         if style in ("whole", "moved"):
             whole.append(name)
         if style == "moved":
-            owner, _, table = name.rpartition(".")
-            styles[owner] = MovedTable(table, rows)
+            owner, _, moved = name.rpartition(".")
+            styles[owner] = MovedTable(moved, rows)
         elif style != "whole":
             styles |= {f"{name}{child}": how for child, how in make_styles(module, style, divided, mesh, rows)}
     parallelize_module(chunk, mesh, styles, src_data_rank=None)
     for block in chunk.blocks():
-        for path in plan.heads:
+        for path in table.heads:
             _divide(block, path, mesh.size())
     _check_complete(chunk, whole)
     chunk.row_sharding = rows
@@ -77,21 +78,21 @@ def finish_gradients(parameters: Iterable[nn.Parameter]) -> None:
             parameter.grad = grad.redistribute(placements=parameter.placements)  # partial -> as the parameter
 
 
-def _entries(chunk: _Divisible, plan: FamilyPlan) -> Iterator[tuple[str, Style]]:
+def _entries(chunk: _Divisible, table: TensorTable) -> Iterator[tuple[str, Style]]:
     """(name of a module or parameter, style) for the layers that this chunk has."""
-    tables = [plan.embed] if chunk.has_embed else []
+    tables = [table.embed] if chunk.has_embed else []
     if chunk.has_norm:
-        tables.append(plan.states if isinstance(chunk, LanguageChunk) and not chunk.has_head else plan.norm)
+        tables.append(table.states if isinstance(chunk, LanguageChunk) and not chunk.has_head else table.norm)
     if isinstance(chunk, VisionChunk) and chunk.has_projector:
-        tables.append(PROJECTORS.get(chunk.projector_kind, plan.merger))
+        tables.append(PROJECTORS[chunk.projector_kind].table or table.merger)
         for number, _ in enumerate(chunk.shape.taps):
-            tables.append({name.format(number): style for name, style in plan.tap_merger.items()})
+            tables.append({name.format(number): style for name, style in table.tap_merger.items()})
     own = chunk.own_name if isinstance(chunk, VisionChunk) else str
-    for table in tables:
-        yield from ((own(name), style) for name, style in table.items())
+    for styles in tables:
+        yield from ((own(name), style) for name, style in styles.items())
     for index in chunk.block_indices:
-        for name, style in plan.block.items():
-            yield f"{own(plan.blocks)}.{index}.{name}", style
+        for name, style in table.of_kind(chunk.shape.block_kind(index)).items():
+            yield f"{own(table.blocks)}.{index}.{name}", style
 
 
 def _find(chunk: _Divisible, name: str, *, parameter: bool) -> nn.Module:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from mmtrain.models.tensor_plans import Style
+from mmtrain.families.tensor_table import Style
 from mmtrain.parallel.row_shards import RowShards
 from mmtrain.parallel.vocabulary import VocabularyEmbedding
 from mmtrain.parallel.weight_grads import linear

@@ -15,12 +15,14 @@ from dataclasses import replace
 from typing import Literal
 
 from mmtrain.config.model import ModelConfig
+from mmtrain.families.catalogue import PROJECTORS
+from mmtrain.families.shapes import WINDOWED, LanguageShape, VisionShape
 from mmtrain.spec.linears import Linear, adapted_linears, block_linears, linear_width, whole_width, with_adapters
 from mmtrain.spec.modules import projection_of
-from mmtrain.spec.shapes import DitShape, LanguageShape, dit_shape, language_shape
+from mmtrain.spec.shapes import DitShape, dit_shape, language_shape
 from mmtrain.spec.spec import TIME_ROWS, LayerSpec, ModelSpec, ModuleSpec, Rates, Replaced, WholeBytes
 from mmtrain.spec.vae_shapes import VaeShape, vae_shape
-from mmtrain.spec.vision_shapes import VisionShape, vision_shape
+from mmtrain.spec.vision_shapes import vision_shape
 
 _FLOAT32 = 4
 _INT64 = 8
@@ -85,8 +87,8 @@ def _vision_module(model: ModelConfig, name: str, shape: VisionShape, e: int) ->
     trainable = model.encoders[name].trainable is True  # with LoRA only the blocks' adapters train
 
     def block(index: int) -> LayerSpec:
-        windowed = bool(shape.window) and index not in shape.full_blocks
-        bare = replace(_encoder_block(shape, windowed=windowed, trainable=trainable, e=e), name=f"blocks.{index}")
+        kind = shape.block_kind(index)
+        bare = replace(_encoder_block(shape, kind, trainable=trainable, e=e), name=f"blocks.{index}")
         return with_adapters(bare, shape, adapted_linears(model, name), rank=model.lora.rank, dtype_bytes=e)
 
     embed = _audio_embed if shape.one_row else _patch_embed
@@ -134,7 +136,7 @@ def _patch_embed(shape: VisionShape, *, trainable: bool, e: int) -> LayerSpec:
 
 
 def _audio_embed(shape: VisionShape, *, trainable: bool, e: int) -> LayerSpec:
-    """The first layer of Whisper: two convolutions over three frames, the second with stride two."""
+    """The first layer of an encoder of sound: two convolutions over three frames, the second with stride two."""
     D, P, M, firsts, positions = shape.width, shape.patch_dim, shape.mel_bins, shape.first_convolutions, shape.max_rows
     activation = Rates(row=P * e + 2 * firsts * D * e + D * e)  # input; the first outputs before and after GELU
     return LayerSpec(
@@ -161,14 +163,13 @@ def _projector(model: ModelConfig, name: str, shape: VisionShape, *, e: int) -> 
     assert projection is not None
     features, inner, width = shape.features_per_token, projection.width, projection.outputs
     merged = features * shape.width
-    # Kind -> parameters of its norm, and bytes of a row that are kept before the first product.
+    # Parameters of its norm, and bytes of a row that are kept before the first product.
     norms = {
-        "mlp": (2 * shape.width, 2 * shape.width * e + 2 * e),
-        "native": ((1 if shape.rms_norm else 2) * shape.width, _norm_bytes(shape, e)),
-        "llava": (0, shape.width * e),
-        "linear": (0, shape.width * e),
+        "own": (2 * shape.width, 2 * shape.width * e + 2 * e),
+        "encoder": ((1 if shape.rms_norm else 2) * shape.width, _norm_bytes(shape, e)),
+        "": (0, shape.width * e),
     }
-    norm_params, row_bytes = norms[projection.kind]
+    norm_params, row_bytes = norms[PROJECTORS[projection.kind].norm]
     # With windows also the original order of the features.
     normed = features * row_bytes + (_INT64 if shape.window else 0)
     taps = len(shape.taps)
@@ -200,14 +201,14 @@ def _projector(model: ModelConfig, name: str, shape: VisionShape, *, e: int) -> 
     )
 
 
-def _encoder_block(shape: VisionShape, *, windowed: bool, trainable: bool, e: int) -> LayerSpec:
-    """One encoder block."""
+def _encoder_block(shape: VisionShape, kind: str, *, trainable: bool, e: int) -> LayerSpec:
+    """One encoder block of a kind."""
     D, H, I = shape.width, shape.num_heads, shape.mlp_width
     # Query, key, value and the input of the output projection. Where they come from one layer, value is a view of the
     # joint tensor, which is kept whole.
     attention = (5 if shape.joint_qkv else 3) * D * e + D * e
     attention += H * _FLOAT32  # log-sum-exp
-    # Outputs of single images; the outputs of Whisper's contiguous heads are copied to rows.
+    # Outputs of single images; the outputs of contiguous heads of sound are copied to rows.
     attention += D * e if shape.packed or shape.one_row else 0
     # Gated: gate, its activation, the other inner columns and their product.
     mlp = (_kept_by_activation(shape.hidden_act) + (2 if shape.gated_mlp else 0)) * I * e
@@ -216,11 +217,12 @@ def _encoder_block(shape: VisionShape, *, windowed: bool, trainable: bool, e: in
     pair_flops = 4 * D
     return LayerSpec(
         name="blocks",
+        kind=kind,
         num_params=4 * D * D + linears * D * I + biases + (2 if shape.rms_norm else 4) * D,
         trainable=trainable,
         weight_before_products=True,
         matmul_flops=Rates(row=8 * D * D + 2 * linears * D * I),
-        attention_flops=Rates(window_pair=pair_flops) if windowed else Rates(pair=pair_flops),
+        attention_flops=Rates(window_pair=pair_flops) if kind == WINDOWED else Rates(pair=pair_flops),
         activation_bytes=Rates(row=2 * _norm_bytes(shape, e) + attention + mlp),
         # Query, key, value, output; the MLP's inner and last width.
         product_bytes=Rates(row=(5 * D + (linears - 1) * I) * e),

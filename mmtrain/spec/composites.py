@@ -1,169 +1,19 @@
 """Whole models whose folder holds several modules: where each one's config and weights are. Pure; no weights.
 
 A section names such a folder with `pretrained` and takes its own part out of it. A whole model with one encoder alone,
-whose config has just a `vision_config`, needs no entry here.
+whose config has just a `vision_config`, is none of `COMPOSITES`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mmtrain.config.model import EncoderConfig, FeatureSelect, ProjectorConfig
 from mmtrain.config.toml_sections import shown
 from mmtrain.errors import ConfigError
+from mmtrain.families.catalogue import COMPOSITES, PROJECTORS
+from mmtrain.families.composite import Part, Spelling
 from mmtrain.spec.config_values import check_type
 from mmtrain.spec.hub_files import find_file, read_json
-
-Spelling = Mapping[str, str]
-"""How names of stored weights begin -> how they begin in the class of the part alone."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """One module inside of a whole model."""
-
-    config: str = ""
-    """Key of its config; empty: its settings are keys of the whole model's config."""
-    flat: bool = False
-    """Whether older files have its settings as keys of the whole model's config."""
-    model_type: str = ""
-    """Of a config that names none."""
-    shared: tuple[str, ...] = ()
-    """Switches that are on for the part if they are on for the whole model."""
-    decided: Mapping[str, Any] = field(default_factory=dict)
-    """Keys whose value in the whole model's config alone counts, with the defaults of its class."""
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Keys that the class of the whole model does not read, with the values of what it does."""
-    spellings: tuple[Spelling, ...]
-    """Its names in stored weights; the first one that occurs counts."""
-    written: int = 0
-    """Which of them an export of a part from elsewhere has."""
-    newer: tuple[int, ...] = ()
-    """Which of them transformers 5 alone reads; an export of such a part has that `written`."""
-    in_class: int
-    """Which of them the class of the whole model has."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Composite:
-    """A whole model of several modules."""
-
-    parts: Mapping[str, Part]
-    """Section -> its part. Of every encoder, also [model.modules.NAME], it is model.encoder; see `whole_section`."""
-    class_name: str
-    """How the names of its classes begin."""
-    encoders: tuple[str, ...]
-    """Families of encoders that it can have."""
-    languages: tuple[str, ...]
-    """Families of language models that it can have."""
-    projector: str
-    """Its kind of projector."""
-    final_norm: bool = False
-    """Whether its projector reads what the encoder's final norm makes."""
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of the whole model's config that concern how parts are joined, with the defaults of its class."""
-
-
-def _removed(*beginnings: str) -> tuple[Spelling, ...]:
-    return tuple({beginning: ""} for beginning in beginnings)
-
-
-def _qwen_vl(name: str, class_name: str, *, older: bool = True) -> Composite:
-    """Args: older: its files may have names of weights, and a form of the config, that are older than its class; then
-    the text config, too, may say that its head is tied."""
-    tied = "tie_word_embeddings"
-    return Composite(
-        class_name=class_name,
-        encoders=(f"{name}_vision",),
-        languages=(f"{name}_text",),
-        projector="native",
-        parts={
-            "model.encoder": Part(
-                config="vision_config",
-                model_type=f"{name}_vision",
-                spellings=_removed("model.visual.", "visual.")[: 1 + older],
-                written=int(older),
-                in_class=0,
-            ),
-            "model.language": Part(
-                config="text_config",
-                flat=older,
-                model_type=f"{name}_text",
-                shared=(tied,) if older else (),
-                decided={} if older else {tied: False},
-                spellings=(
-                    {"model.language_model.": "model.", "lm_head.": "lm_head."},
-                    {"model.": "model.", "lm_head.": "lm_head."},
-                )[: 1 + older],
-                written=int(older),
-                in_class=0,
-            ),
-        },
-    )
-
-
-_PROJECTOR = Part(spellings=_removed("multi_modal_projector.", "model.multi_modal_projector."), in_class=1)
-_LANGUAGE: Mapping[str, Any] = {
-    "spellings": ({"language_model.": ""}, {"model.language_model.": "model.", "lm_head.": "lm_head."}),
-    "in_class": 1,
-}
-"""Names of a language model whose class is a part of the whole one's."""
-
-COMPOSITES: Mapping[str, Composite] = {
-    "qwen2_vl": _qwen_vl("qwen2_vl", "Qwen2VL"),
-    "qwen2_5_vl": _qwen_vl("qwen2_5_vl", "Qwen2_5_VL"),
-    "qwen3_vl": _qwen_vl("qwen3_vl", "Qwen3VL", older=False),
-    "llava": Composite(
-        class_name="Llava",
-        encoders=("clip_vision_model", "siglip_vision_model"),
-        languages=("llama", "qwen2", "qwen3", "mistral"),
-        projector="llava",
-        parts={
-            "model.encoder": Part(
-                config="vision_config",
-                model_type="clip_vision_model",
-                spellings=_removed(
-                    "vision_tower.vision_model.",
-                    "model.vision_tower.vision_model.",
-                    "vision_tower.",
-                    "model.vision_tower.",
-                ),
-                newer=(2, 3),
-                in_class=3,
-            ),
-            "model.projector": _PROJECTOR,
-            "model.language": Part(
-                config="text_config", model_type="llama", shared=("tie_word_embeddings",), **_LANGUAGE
-            ),
-        },
-        defaults={
-            "vision_feature_layer": -2,
-            "vision_feature_select_strategy": "default",
-            "projector_hidden_act": "gelu",
-            "multimodal_projector_bias": True,
-        },
-    ),
-    "qwen2_audio": Composite(
-        class_name="Qwen2Audio",
-        encoders=("qwen2_audio_encoder",),
-        languages=("qwen2",),
-        projector="linear",
-        final_norm=True,
-        parts={
-            "model.encoder": Part(
-                config="audio_config",
-                model_type="qwen2_audio_encoder",
-                spellings=_removed("audio_tower.", "model.audio_tower."),
-                in_class=1,
-            ),
-            "model.projector": _PROJECTOR,
-            "model.language": Part(
-                config="text_config", model_type="qwen2", fixed={"tie_word_embeddings": False}, **_LANGUAGE
-            ),
-        },
-    ),
-}
-"""By the `model_type` of the whole model."""
 
 
 def class_name(kind: str) -> str:
@@ -218,9 +68,9 @@ class Features(NamedTuple):
 
 
 def selected_features(section: EncoderConfig) -> Features:
-    """The features that the projector reads, from the section, or from the LLaVA model that it names.
+    """The features that the projector reads, from the section, or from the whole model that it names.
 
-    Raises: ConfigError: the LLaVA model joins the outputs of several layers.
+    Raises: ConfigError: the whole model joins the outputs of several layers.
     """
     source = f"model.encoder.pretrained = {shown(section.pretrained)}"
     values = _settings("model.encoder", section.pretrained) if section.pretrained else {}
@@ -258,7 +108,7 @@ def projector_act(section: ProjectorConfig) -> str:
             f"{source}: multimodal_projector_bias = false; only projectors with biases are supported, choose another "
             "model"
         )
-    if section.kind != "llava":
+    if not PROJECTORS[section.kind].chooses_act:
         return "gelu"
     act = section.hidden_act or stored.get("projector_hidden_act", "gelu")
     check_type("model.projector", "hidden_act", act, "gelu")

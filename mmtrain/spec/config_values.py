@@ -5,6 +5,8 @@ from typing import Any
 
 from mmtrain.config.toml_sections import shown
 from mmtrain.errors import ConfigError
+from mmtrain.families.catalogue import LANGUAGES
+from mmtrain.families.shapes import MOST
 
 ACTIVATIONS = (
     *("gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh"),
@@ -15,8 +17,6 @@ ACTIVATIONS = (
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 """Types of rotary positions along one axis in Hugging Face configs."""
 
-MOST = 2**24
-"""Largest number of rows, columns, channels, tokens or positions: more needs terabytes, or is a mistake."""
 MOST_LAYERS = 10_000
 _LAYERS = ("depth", "num_hidden_layers", "num_layers", "encoder_layers", "layers_per_block", "num_res_blocks")
 """Keys that count layers."""
@@ -79,9 +79,10 @@ def check_rope(name: str, rope: Mapping[str, Any], axes: int) -> None:
     """
     kind = rope.get("rope_type", rope.get("type", "default"))
     if axes == 1 and (kind == "mrope" or "mrope_section" in rope):
+        *others, last = (name for name, language in LANGUAGES.items() if language.axis_columns)
         raise ConfigError(
-            f"{name} = {shown(rope)}: positions on three axes (mrope) are those of the model types qwen2_vl_text, "
-            "qwen2_5_vl_text and qwen3_vl_text; the class of this one has positions along the text alone. Take the "
+            f"{name} = {shown(rope)}: positions on three axes (mrope) are those of the model types "
+            f"{', '.join(others)} and {last}; the class of this one has positions along the text alone. Take the "
             "model_type that the weights were trained with, or remove the key to train it with positions along the text"
         )
     if kind not in (*ROPE_TYPES, "mrope"):

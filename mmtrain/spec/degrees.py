@@ -4,9 +4,10 @@ import math
 
 from mmtrain.config.model import ModelConfig, projector_section, section_of
 from mmtrain.errors import ConfigError
+from mmtrain.families.shapes import VisionShape
 from mmtrain.spec.modules import projection_of
 from mmtrain.spec.shapes import dit_shape, language_shape
-from mmtrain.spec.vision_shapes import VisionShape, vision_shape
+from mmtrain.spec.vision_shapes import vision_shape
 
 
 def check_tensor_degree(model: ModelConfig, tp: int, *, whole_encoder: bool = False) -> None:

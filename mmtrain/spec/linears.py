@@ -3,12 +3,15 @@
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from mmtrain.config.model import LoRAConfig, ModelConfig, section_of
 from mmtrain.errors import ConfigError
-from mmtrain.spec.shapes import LanguageShape, language_shape
+from mmtrain.families.catalogue import TABLES
+from mmtrain.families.shapes import FULL, LanguageShape, VisionShape
+from mmtrain.spec.shapes import language_shape
 from mmtrain.spec.spec import AdapterSpec, LayerSpec, Rates
-from mmtrain.spec.vision_shapes import VisionShape, vision_shape
+from mmtrain.spec.vision_shapes import vision_shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,23 +38,23 @@ class Linear:
         return self.name.rpartition(".")[2]
 
 
-def block_linears(shape: VisionShape | LanguageShape) -> tuple[Linear, ...]:
-    """The linear layers of one block, in the order of their use."""
+def block_linears(shape: VisionShape | LanguageShape, kind: str = FULL) -> tuple[Linear, ...]:
+    """The linear layers of one block of a kind, in the order of their use: those that the table of tensor parallelism
+    divides, whose columns and rows take turns."""
     D, I = shape.width, shape.mlp_width
+    query = key = D
     if isinstance(shape, LanguageShape):
-        C, K = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        query, key, value, output = (f"self_attn.{name}_proj" for name in "qkvo")
-        return (*_separate(query, key, value, output, D=D, C=C, K=K), *_gated_mlp(D, I))
-    mlp = _gated_mlp(D, I) if shape.gated_mlp else _mlp(_MLP.get(shape.model_type, "mlp.fc"), D, I)
-    if shape.joint_qkv:
-        attention: tuple[Linear, ...] = (
-            Linear(name="attn.qkv", inputs=D, outputs=3 * D, position=0),
-            Linear(name="attn.proj", inputs=D, outputs=D, position=1),
-        )
-        return (*attention, *mlp)
-    attn, output = ("attention", "o_proj") if shape.model_type == "vit" else ("self_attn", "out_proj")
-    query, key, value, output = (f"{attn}.{name}" for name in ("q_proj", "k_proj", "v_proj", output))
-    return (*_separate(query, key, value, output, D=D, C=D, K=D), *mlp)
+        query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    table = TABLES[shape.model_type].of_kind(kind)
+    styles = [(name, style) for name, style in table.items() if style in ("columns", "rows")]
+    names = [[name for name, _ in run] for _, run in groupby(styles, lambda item: item[1])]
+    # One layer, or three, make query, key and value.
+    outputs = ([query, key, key] if len(names[0]) > 1 else [query + 2 * key], [D], [I] * len(names[2]), [D])
+    return tuple(
+        Linear(name=name, inputs=inputs, outputs=columns, position=position)
+        for position, inputs in enumerate((D, query, D, I))
+        for name, columns in zip(names[position], outputs[position], strict=True)
+    )
 
 
 def linear_width(linears: Sequence[Linear], rank: int = 0) -> int:
@@ -176,32 +179,3 @@ def _check_targets(lora: LoRAConfig, linears_of: dict[str, tuple[Linear, ...]]) 
                 f"model.lora.target_modules = {lora.target_modules} names no layer of the {module} blocks, but "
                 f'{section}.trainable = "lora"; {there_are}. Name one, or set {section}.trainable = false'
             )
-
-
-def _separate(query: str, key: str, value: str, output: str, *, D: int, C: int, K: int) -> tuple[Linear, ...]:
-    """Query, key, value and output as separate layers; C columns of all query heads, K of all key heads."""
-    return (
-        Linear(name=query, inputs=D, outputs=C, position=0),
-        Linear(name=key, inputs=D, outputs=K, position=0),
-        Linear(name=value, inputs=D, outputs=K, position=0),
-        Linear(name=output, inputs=C, outputs=D, position=1),
-    )
-
-
-_MLP = {"whisper_encoder": "fc", "qwen2_audio_encoder": "fc", "qwen3_vl_vision": "mlp.linear_fc"}
-"""Family of an encoder -> how the names of the two layers of its MLP begin, if not with `mlp.fc`."""
-
-
-def _mlp(name: str, D: int, I: int) -> tuple[Linear, ...]:
-    return (
-        Linear(name=f"{name}1", inputs=D, outputs=I, position=2),
-        Linear(name=f"{name}2", inputs=I, outputs=D, position=3),
-    )
-
-
-def _gated_mlp(D: int, I: int) -> tuple[Linear, ...]:
-    return (
-        Linear(name="mlp.gate_proj", inputs=D, outputs=I, position=2),
-        Linear(name="mlp.up_proj", inputs=D, outputs=I, position=2),
-        Linear(name="mlp.down_proj", inputs=I, outputs=D, position=3),
-    )

@@ -14,12 +14,14 @@ from typing import Any
 from mmtrain.config.model import DitConfig, EncoderConfig, LanguageConfig, VaeConfig
 from mmtrain.config.toml_sections import shown
 from mmtrain.errors import ConfigError
-from mmtrain.spec.composites import COMPOSITES, part_config
+from mmtrain.families.catalogue import COMPOSITES, DITS, ENCODERS, LANGUAGES, VAES
+from mmtrain.families.family import Network, named
+from mmtrain.families.wan import IMAGE_KEYS
+from mmtrain.spec.composites import part_config
 from mmtrain.spec.config_values import check_dropout, check_rope, check_type
-from mmtrain.spec.families import DITS, ENCODERS, IMAGE_KEYS, LANGUAGES, VAES, Family
 from mmtrain.spec.hub_files import find_file, read_json
 
-_ROLES: dict[str, tuple[str, dict[str, Family]]] = {
+_ROLES: dict[str, tuple[str, Mapping[str, Network]]] = {
     "model.encoder": ("encoder", ENCODERS),
     "model.language": ("language model", LANGUAGES),
     "model.dit": ("diffusion transformer", DITS),
@@ -71,8 +73,8 @@ def dit_config(section: DitConfig) -> dict[str, Any]:
 def encoder_config(section: EncoderConfig, where: str = "model.encoder") -> dict[str, Any]:
     """The complete Hugging Face config of an encoder; its `model_type` is a key of `ENCODERS`.
 
-    Missing keys have the defaults of the Hugging Face class. Of a whole Qwen-VL, CLIP or SigLIP model, or a
-    whole model of `composites`, it is the `vision_config`; a whole Whisper model's config is also that of its encoder.
+    Missing keys have the defaults of the Hugging Face class. Of a whole model with a
+    `vision_config` it is that; the config of another one, which names this encoder, is also that of its encoder.
     Raises: ConfigError: there is no such config, or it has an unknown family or key, a wrong type, or dropout.
     """
     values, inline = _read(where, section)
@@ -130,7 +132,7 @@ def _read(where: str, section: EncoderConfig | LanguageConfig | DitConfig | VaeC
 def _complete(where: str, values: dict[str, Any], model_type: Any, *, strict: bool) -> dict[str, Any]:
     """The values with aliases replaced by their keys, with `model_type` and all defaults."""
     _, families = _ROLES.get(where, _ROLES["model.encoder"])
-    names = _names(families)
+    names = named(families)
     if not isinstance(model_type, str) or model_type not in names:
         raise _unknown_family(where, model_type)
     family = families[names[model_type]]
@@ -153,23 +155,18 @@ def _complete(where: str, values: dict[str, Any], model_type: Any, *, strict: bo
     return config
 
 
-def _names(families: Mapping[str, Family]) -> dict[str, str]:
-    """Value of `model_type` -> the family that it names."""
-    return {name: family for family, values in families.items() for name in (family, *values.parents)}
-
-
 def _unknown_family(where: str, model_type: Any) -> ConfigError:
     """The error for an unsupported `model_type`.
 
-    Another one is suggested only for a typing error: "qwen3" is no misspelt "qwen2", nor "llava" a "llama".
+    Another one is suggested only for a typing error: "qwen3" is no misspelt "qwen2", nor "vivit" a "vit".
     """
     kind, families = _ROLES.get(where, _ROLES["model.encoder"])
-    names, wrong_type, hint = list(_names(families)), str(model_type), ""
+    names, wrong_type, hint = list(named(families)), str(model_type), ""
     near = difflib.get_close_matches(wrong_type, names, 1, 0.75)
     if near and re.findall(r"\d+", wrong_type) == re.findall(r"\d+", near[0]) and wrong_type not in _library_families():
         hint = f"; did you mean {shown(near[0])}?"
     for section, (_, other_families) in _ROLES.items():
-        if wrong_type in _names(other_families):
+        if wrong_type in named(other_families):
             hint = f"; [{section}] takes it"
     return ConfigError(
         f"{where}: model_type = {shown(model_type)} is no supported {kind}; supported are {', '.join(names)}{hint}"

@@ -4,10 +4,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from mmtrain.config.model import ModelConfig
-from mmtrain.spec.composites import COMPOSITES, projector_act
-from mmtrain.spec.shapes import DitShape, LanguageShape, dit_shape, language_shape
+from mmtrain.families.catalogue import COMPOSITES, PROJECTORS
+from mmtrain.families.shapes import LanguageShape, VisionShape
+from mmtrain.spec.composites import projector_act
+from mmtrain.spec.shapes import DitShape, dit_shape, language_shape
 from mmtrain.spec.vae_shapes import VaeShape, vae_shape
-from mmtrain.spec.vision_shapes import VisionShape, vision_shape
+from mmtrain.spec.vision_shapes import vision_shape
 
 Shape = VisionShape | LanguageShape | DitShape | VaeShape
 
@@ -62,7 +64,7 @@ class Projection:
     """The projector of an encoder's features into the language model."""
 
     kind: str
-    """`mlp`, `native`, `llava` or `linear`."""
+    """Key of `PROJECTORS`."""
     width: int
     """Columns between its two linear layers; 0: it has one."""
     hidden_act: str
@@ -80,8 +82,9 @@ def projection_of(model: ModelConfig, module: str = "vision") -> Projection | No
         return None
     shape, section = vision_shape(model, module), model.projector_of(module)
     outputs, merged = language_shape(model).width, shape.width * shape.features_per_token
-    widths = {"mlp": section.hidden_size or merged, "native": merged, "llava": outputs, "linear": 0}
-    return Projection(kind=section.kind, width=widths[section.kind], hidden_act=projector_act(section), outputs=outputs)
+    widths = {"merged": merged, "outputs": outputs, "": 0}
+    width = section.hidden_size or widths[PROJECTORS[section.kind].inner]
+    return Projection(kind=section.kind, width=width, hidden_act=projector_act(section), outputs=outputs)
 
 
 def projector_sizes(model: ModelConfig, module: str = "vision") -> dict[str, int | str]:
@@ -92,4 +95,5 @@ def projector_sizes(model: ModelConfig, module: str = "vision") -> dict[str, int
     if projection.kind == "mlp":
         return sizes | {"spatial_merge": shape.merge, "hidden_size": projection.width}
     sizes |= {"vision_width": shape.width}
-    return sizes | ({"projector_hidden_act": projection.hidden_act} if projection.kind == "llava" else {})
+    chooses = PROJECTORS[projection.kind].chooses_act
+    return sizes | ({"projector_hidden_act": projection.hidden_act} if chooses else {})

@@ -1,4 +1,4 @@
-"""The sizes and flags of a configured language model or diffusion transformer. Pure; no weights."""
+"""The sizes of a configured language model or diffusion transformer. Pure; no weights."""
 
 import math
 from dataclasses import dataclass
@@ -7,42 +7,10 @@ from typing import Any
 from mmtrain.config.model import DitConfig, EncoderConfig, LanguageConfig, ModelConfig
 from mmtrain.config.toml_sections import shown
 from mmtrain.errors import ConfigError
-from mmtrain.spec.config_values import MOST
-from mmtrain.spec.families import LANGUAGES, Family
+from mmtrain.families.catalogue import LANGUAGES
+from mmtrain.families.family import Language
+from mmtrain.families.shapes import FULL, LanguageShape, check_divides
 from mmtrain.spec.model_configs import dit_config, language_config
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LanguageShape:
-    """The sizes of a language model."""
-
-    model_type: str
-    width: int
-    depth: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    mlp_width: int
-    vocab_size: int
-    max_positions: int
-    hidden_act: str
-    qkv_bias: bool
-    output_bias: bool
-    """Whether the attention's output projection has a bias."""
-    mlp_bias: bool
-    tied: bool
-    """Whether the head and the token embedding are one matrix; a text encoder has no head."""
-    head_norms: bool = False
-    """Whether norms follow on the queries and keys of each head."""
-    axis_columns: tuple[int, ...] = ()
-    """Rotated pairs of a head's columns for time, height and width; empty: positions are along the text alone."""
-    sliding_window: int = 0
-    """Tokens that a token sees, itself included; 0: all of its document."""
-
-    @property
-    def position_axes(self) -> int:
-        """Axes of its positions."""
-        return len(self.axis_columns) or 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +38,10 @@ class DitShape:
     """Largest number of patches along each axis of a clip."""
     behind_vae: bool = False
     """Whether a VAE of the job makes its latents; its activations then have columns for the clean latents."""
+
+    def block_kind(self, index: int) -> str:
+        """The kind of a block: `FULL` of all."""
+        return FULL
 
     @property
     def patch_size(self) -> int:
@@ -142,7 +114,7 @@ def language_shape(model: ModelConfig) -> LanguageShape:
     )
 
 
-def _axis_columns(values: dict[str, Any], where: str, head_dim: int, family: Family) -> tuple[int, ...]:
+def _axis_columns(values: dict[str, Any], where: str, head_dim: int, family: Language) -> tuple[int, ...]:
     rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
     columns = rope.get("mrope_section", family.axis_columns)
     numbers = isinstance(columns, list | tuple) and all(type(x) is int and x >= 0 for x in columns)
@@ -209,23 +181,6 @@ def dit_shape(model: ModelConfig) -> DitShape:
         max_positions=values["rope_max_seq_len"],
         behind_vae=model.vae is not None,
     )
-
-
-def single_size(where: str, key: str, value: Any) -> int:
-    """The number in a size that may be given as a list of equal numbers.
-
-    Raises: ConfigError: the numbers differ, or are no integers above 0.
-    """
-    size, *other_sizes = value if isinstance(value, list | tuple) and value else [value]
-    if type(size) is not int or not 0 < size <= MOST or any(x != size for x in other_sizes):
-        raise ConfigError(f"{where}: {key} = {shown(value)}; only square sizes are supported: give one integer")
-    return size
-
-
-def check_divides(where: str, divisor_name: str, divisor: int, name: str, number: int) -> None:
-    """Checks that one size check_divides another one. Raises: ConfigError: it does not."""
-    if number % divisor:
-        raise ConfigError(f"{where}: {name} = {number} is not a multiple of {divisor_name} = {divisor}; change one")
 
 
 def section_name(where: str, section: EncoderConfig | LanguageConfig | DitConfig) -> str:

@@ -14,8 +14,9 @@ from mmtrain.config.model import (
     VaeConfig,
     section_of,
 )
+from mmtrain.families.catalogue import DITS, ENCODERS, LANGUAGES, PROJECTORS, VAES
+from mmtrain.families.family import Language, Network
 from mmtrain.spec.composites import projector_act, selected_features
-from mmtrain.spec.families import DITS, ENCODERS, LANGUAGES, VAES, Family
 from mmtrain.spec.model_configs import dit_config, encoder_config, language_config, vae_config
 from mmtrain.spec.shapes import dit_shape, language_shape
 from mmtrain.spec.vision_shapes import vision_shape
@@ -92,14 +93,14 @@ def _inline(section: ModuleConfig, values: dict[str, Any], segments: Mapping[str
 
 
 def _with_features(section: EncoderConfig) -> EncoderConfig:
-    """The section for a config of just the blocks that run: it no longer needs the LLaVA model that it may name."""
+    """The section for a config of just the blocks that run: it no longer needs the whole model that it may name."""
     layer, select = selected_features(section)
     return replace(section, feature_layer=-1 if layer else 0, feature_select=select)
 
 
 def _without_source(section: ProjectorConfig) -> ProjectorConfig:
     """The section of a projector of the same kind with random weights."""
-    act = projector_act(section) if section.kind == "llava" else ""
+    act = projector_act(section) if PROJECTORS[section.kind].chooses_act else ""
     return replace(section, pretrained="", hidden_act=act)
 
 
@@ -142,11 +143,11 @@ def _narrow_encoder(
     if "out" in keys:
         values[keys["out"]] = language["hidden_size"]
     if shape.taps:
-        values["deepstack_visual_indexes"] = list(range(min(len(shape.taps), depth, language["num_hidden_layers"])))
+        values[keys["taps"]] = list(range(min(len(shape.taps), depth, language["num_hidden_layers"])))
     if shape.window:
-        values["window_size"] = min(shape.window, 2) * shape.patch_size * shape.merge
+        values[keys["window"]] = min(shape.window, 2) * shape.patch_size * shape.merge
         full = [block for block in shape.full_blocks if block < shape.depth]
-        values["fullatt_block_indexes"] = list(range(depth)) if len(full) == shape.depth else [depth - 1][: len(full)]
+        values[keys["full"]] = list(range(depth)) if len(full) == shape.depth else [depth - 1][: len(full)]
     return inline_config(values, ENCODERS[shape.model_type])
 
 
@@ -170,13 +171,10 @@ def _narrow_dit(model: ModelConfig, tp: int, num_stages: int, text_width: int) -
 def _narrow_vae(section: VaeConfig) -> dict[str, Any]:
     """A narrow VAE. The sizes of latents are unchanged, so a clip has the same tokens."""
     values = vae_config(section)
-    if values["model_type"] == "autoencoder_kl":
-        levels = len(values["block_out_channels"])
-        values |= {"block_out_channels": [8] * levels, "norm_num_groups": 4, "layers_per_block": 1}
-    else:
-        values |= {"base_dim": 8, "dim_mult": [1] * len(values["dim_mult"]), "num_res_blocks": 1}
+    family = VAES[values["model_type"]]
+    values |= family.narrow(values)
     lists = {key: list(value) for key, value in values.items() if isinstance(value, tuple)}
-    return inline_config(values | lists, VAES[values["model_type"]])
+    return inline_config(values | lists, family)
 
 
 def _lora(section: LoRAConfig) -> LoRAConfig:
@@ -238,15 +236,16 @@ def one_block(model: ModelConfig, tp: int) -> ModelConfig:
 def _fewer_encoder_blocks(model: ModelConfig, name: str, num_blocks: int) -> EncoderConfig:
     section = model.encoders[name]
     shape, values = vision_shape(model, name), encoder_config(section, section_of(name))
+    keys = ENCODERS[shape.model_type].sizes
     full = [block for block in shape.full_blocks if block < shape.depth]
     depth = min(shape.depth, max(num_blocks, len(shape.taps)))
     if shape.taps:
-        values["deepstack_visual_indexes"] = list(range(len(shape.taps)))
+        values[keys["taps"]] = list(range(len(shape.taps)))
     if shape.window:
         windowed = min(shape.depth - len(full), num_blocks)
         depth = windowed + min(len(full), num_blocks)
-        values["fullatt_block_indexes"] = list(range(windowed, depth))
-    values[ENCODERS[shape.model_type].sizes["depth"]] = depth
+        values[keys["full"]] = list(range(windowed, depth))
+    values[keys["depth"]] = depth
     config = inline_config(values, ENCODERS[shape.model_type])
     projector = section.projector and _without_source(section.projector)
     return replace(_with_features(section), pretrained="", config=config, pipeline_layout="", projector=projector)
@@ -258,9 +257,10 @@ def _fewer_dit_blocks(section: DitConfig, num_blocks: int) -> DitConfig:
     return replace(section, pretrained="", config=inline_config(values, DITS[values["model_type"]]), pipeline_layout="")
 
 
-def inline_config(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
+def inline_config(values: Mapping[str, Any], family: Network) -> dict[str, Any]:
     """The keys of a config that a TOML file may have: known keys with a value."""
     keys = {"model_type", *family.defaults, *family.optional}
-    if family.sliding_window and not values.get("sliding_window"):  # TOML has no null: a window over all positions
+    windowed = isinstance(family, Language) and family.sliding_window
+    if windowed and not values.get("sliding_window"):  # TOML has no null: a window over all positions
         values = {**values, "sliding_window": values["max_position_embeddings"]}
     return {key: value for key, value in values.items() if key in keys and value is not None}

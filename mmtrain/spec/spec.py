@@ -14,7 +14,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from mmtrain.errors import DataError
-from mmtrain.spec.windows import Grid, Indices, feature_order, row_order, window_pairs
+from mmtrain.families.shapes import FULL
+from mmtrain.families.windows import Grid, Indices, feature_order, row_order, window_pairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +178,8 @@ class LayerSpec:
 
     name: str
     """Name of the torch submodule (or of the group of submodules) inside of the modality module."""
+    kind: str = FULL
+    """Of a block: as `block_kind` of its module's shape says."""
     num_params: int
     trainable: bool
     matmul_flops: Rates

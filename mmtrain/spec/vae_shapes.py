@@ -1,6 +1,6 @@
 """The sizes of a frozen VAE's latents, and the convolutions of its encoder, for planning and data. Pure; no weights.
 
-To support a class of VAEs, add a function here that reads its config, and its adapter in `models.vae`.
+To support a class of VAEs, add a function here that reads its config, and its family.
 
 Amounts are `Rates` of a work: `row` counts positions of a latent frame times frames of pixels; `output` counts
 positions of a latent frame times latent frames. A VAE that compresses time encodes the first frame by itself, so

@@ -5,7 +5,7 @@ import pytest
 from mmtrain.config import config
 from mmtrain.config.model import ProjectorConfig
 from mmtrain.errors import ConfigError
-from mmtrain.spec.composites import COMPOSITES
+from mmtrain.families.catalogue import COMPOSITES
 from mmtrain.spec.vision_shapes import vision_shape
 from tests.llava import save_llava
 from tests.whole_models import named

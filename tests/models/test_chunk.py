@@ -11,7 +11,7 @@ from mmtrain.config.model import EncoderConfig, ProjectorConfig
 from mmtrain.errors import ConfigError, DataError
 from mmtrain.modality.bitfield import language_bits
 from mmtrain.modality.metadata import DocumentMeta, MicrobatchMeta
-from mmtrain.models.adapters import DECODERS, VISION_ADAPTERS
+from mmtrain.models.adapters import decoder, vision_adapter
 from mmtrain.models.attention.context import attention_context
 from mmtrain.models.build import build_chunk
 from mmtrain.models.chunk import FeatureRows, fsdp_units
@@ -45,7 +45,7 @@ def build(model, module, cuts=(), *, seed=3, dtype=torch.float32):
 
 def whole(chunk, prefix, adapter, values, attention="sdpa"):
     """The complete Hugging Face module with the weights of a chunk that holds all layers."""
-    config_class, make = adapter.classes()
+    config_class, make = adapter.classes
     config = config_class(**{k: v for k, v in values.items() if k != "model_type"})
     config._attn_implementation = attention
     theirs = make(config)
@@ -361,10 +361,10 @@ def test_names_do_not_depend_on_the_cut(tiny):
 def test_rotary_frequencies_are_real_and_stay_float32(tiny):
     model = tiny.model()
     for module, adapter, values in (
-        ("vision", VISION_ADAPTERS["qwen2_vl_vision"], tiny.encoders["qwen2_vl"]),
-        ("language", DECODERS["qwen2"], tiny.languages["qwen2"]),
+        ("vision", vision_adapter("qwen2_vl_vision"), tiny.encoders["qwen2_vl"]),
+        ("language", decoder("qwen2"), tiny.languages["qwen2"]),
     ):
-        config_class, make = adapter.classes()
+        config_class, make = adapter.classes
         theirs = make(config_class(**{k: v for k, v in values.items() if k != "model_type"}))
         for chunk in build(model, module, (2,), dtype=torch.bfloat16):
             ours = {n.removeprefix(f"{module}."): b for n, b in chunk.named_buffers()}

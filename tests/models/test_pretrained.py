@@ -9,8 +9,9 @@ from safetensors.torch import load_file, save_file
 
 from mmtrain.config.model import EncoderConfig, LanguageConfig, ModelConfig
 from mmtrain.errors import ConfigError
+from mmtrain.families.catalogue import ENCODERS, LANGUAGES
 from mmtrain.models import pretrained
-from mmtrain.models.adapters import DECODERS, VISION_ADAPTERS
+from mmtrain.models.adapters import decoder, vision_adapter
 from mmtrain.models.build import build_chunk
 from mmtrain.models.fused_qkv import from_head_major, is_fused
 from mmtrain.models.initialise import init_weights
@@ -21,7 +22,7 @@ from mmtrain.spec.builders import model_spec
 def hugging_face(adapter, values):
     """The complete module with random weights, its heads and poolers included."""
     torch.manual_seed(5)
-    config_class, make = adapter.classes()
+    config_class, make = adapter.classes
     config = config_class(**{k: v for k, v in values.items() if k != "model_type"})
     if config_class.__name__ == "ViTConfig":
         from transformers import ViTModel
@@ -65,7 +66,7 @@ def model_of(tiny, path, module, **more) -> ModelConfig:
 def test_two_chunks_hold_what_hugging_face_saved(tiny, tmp_path, name, shard):
     module = "language" if name in tiny.languages else "vision"
     values = {**tiny.encoders, **tiny.languages}[name]
-    adapters = {**VISION_ADAPTERS, **DECODERS}
+    adapters = {**{n: vision_adapter(n) for n in ENCODERS}, **{n: decoder(n) for n in LANGUAGES}}
     full = {f.removesuffix("_vision").removesuffix("_vision_model").removesuffix("_encoder"): f for f in adapters}
     adapter = adapters[full[name]]
     theirs = hugging_face(adapter, values)
@@ -82,7 +83,7 @@ def test_two_chunks_hold_what_hugging_face_saved(tiny, tmp_path, name, shard):
 @pytest.mark.parametrize("prefix", ["visual.", "model.visual."])
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
 def test_the_tower_of_a_whole_qwen_vl(tiny, tmp_path, name, prefix):
-    theirs = hugging_face(VISION_ADAPTERS[f"{name}_vision"], tiny.encoders[name])
+    theirs = hugging_face(vision_adapter(f"{name}_vision"), tiny.encoders[name])
     tensors = {prefix + key: value for key, value in theirs.state_dict().items()}
     tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(2, 2)  # of its language model
     save_file(tensors, tmp_path / "model.safetensors")
@@ -134,7 +135,7 @@ def test_a_whole_model_of_images_and_texts_gives_its_vision_part(tiny, tmp_path,
 @pytest.mark.parametrize("cuts", [1, 2], ids=["one chunk", "two chunks"])
 def test_a_tied_head_is_the_embedding(tiny, tmp_path, cuts):
     values = {**tiny.languages["qwen2"], "tie_word_embeddings": True}
-    theirs = hugging_face(DECODERS["qwen2"], values)
+    theirs = hugging_face(decoder("qwen2"), values)
     theirs.save_pretrained(tmp_path)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     model = model_of(tiny, tmp_path, "language")
@@ -164,7 +165,7 @@ def opened(monkeypatch) -> set[str]:
 
 def test_a_chunk_opens_only_the_files_that_hold_its_tensors(tiny, tmp_path, monkeypatch):
     values = {**tiny.languages["qwen2"], "tie_word_embeddings": True}
-    hugging_face(DECODERS["qwen2"], values).save_pretrained(tmp_path, max_shard_size="15KB")
+    hugging_face(decoder("qwen2"), values).save_pretrained(tmp_path, max_shard_size="15KB")
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     assert len(set(index.values())) >= 4
     model = model_of(tiny, tmp_path, "language")
@@ -183,7 +184,7 @@ def test_a_chunk_opens_only_the_files_that_hold_its_tensors(tiny, tmp_path, monk
 
 
 def test_names_that_hugging_face_renamed_are_found_in_their_files(tiny, tmp_path, monkeypatch):
-    theirs = hugging_face(VISION_ADAPTERS["vit"], tiny.encoders["vit"])
+    theirs = hugging_face(vision_adapter("vit"), tiny.encoders["vit"])
     theirs.save_pretrained(tmp_path, max_shard_size="20KB")
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     old = "encoder.layer.1.attention.attention.query.weight"
@@ -197,7 +198,7 @@ def test_names_that_hugging_face_renamed_are_found_in_their_files(tiny, tmp_path
 
 
 def test_random_weights_read_nothing(tiny, tmp_path):
-    hugging_face(DECODERS["qwen2"], tiny.languages["qwen2"]).save_pretrained(tmp_path)
+    hugging_face(decoder("qwen2"), tiny.languages["qwen2"]).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     found, count = load_in_two(model_of(tiny, tmp_path, "language", weights="random"), "language")
     assert count == 0
@@ -233,7 +234,7 @@ def old(tensors):
     ],
 )
 def test_weights_that_do_not_belong_to_the_config(tiny, tmp_path, change, message):
-    hugging_face(DECODERS["qwen2"], tiny.languages["qwen2"]).save_pretrained(tmp_path)
+    hugging_face(decoder("qwen2"), tiny.languages["qwen2"]).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     change(tensors)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})

@@ -13,7 +13,6 @@ from torch.distributed.tensor.debug import CommDebugMode
 from mmtrain.errors import ConfigError
 from mmtrain.modality.bitfield import segment_bits
 from mmtrain.models.attention.context import attention_context
-from mmtrain.models.tensor_plans import PLANS
 from mmtrain.parallel import tensor
 from mmtrain.parallel.tensor import finish_gradients
 from mmtrain.spec.rows import padded
@@ -236,7 +235,8 @@ def test_a_decoder_block_costs_two_all_gathers_and_two_reduce_scatters_each_way(
 
 def broken_tables(rank):
     mesh = tp_mesh()
-    plan, found = PLANS["siglip_vision_model"], []
+    tables, found = tensor.TABLES, []
+    plan = tables["siglip_vision_model"]
 
     def without(name):
         return {key: style for key, style in plan.block.items() if key != name}
@@ -248,12 +248,12 @@ def broken_tables(rank):
         "no embedding": dataclasses.replace(plan, embed={}),
     }
     for table in (*broken.values(), None):
-        tensor.PLANS = {} if table is None else {"siglip_vision_model": table}
+        tensor.TABLES = {} if table is None else {"siglip_vision_model": table}
         try:
             build(model_config("siglip"), "vision", (), mesh)
         except ConfigError as error:
             found.append(str(error))
-    tensor.PLANS = PLANS
+    tensor.TABLES = tables
     return found
 
 

@@ -17,7 +17,6 @@ from mmtrain.errors import ConfigError, DataError
 from mmtrain.modality.bitfield import prompt_bits
 from mmtrain.models.attention.context import attention_context
 from mmtrain.models.chunk import fsdp_units
-from mmtrain.models.tensor_plans import PLANS
 from mmtrain.parallel import tensor
 from mmtrain.parallel.activation_memory import ActivationMemory
 from mmtrain.parallel.fsdp import apply_fsdp
@@ -211,19 +210,20 @@ def refusals(mesh):
         made(clips.latents, **clips.common, features=torch.randn(15, 24), timesteps=clips.timesteps)
     except DataError as error:
         found.append(str(error))
-    plan = PLANS["wan"]
+    tables = tensor.TABLES
+    plan = tables["wan"]
     block = {name: style for name, style in plan.block.items() if name != "scale_shift_table"}
-    tensor.PLANS = {"wan": dataclasses.replace(plan, block=block)}
+    tensor.TABLES = {"wan": dataclasses.replace(plan, block=block)}
     try:
         build(model, "dit", (0, 2), mesh)
     except ConfigError as error:
         found.append(str(error))
-    tensor.PLANS = {"wan": dataclasses.replace(plan, block={**plan.block, "table": "whole"})}
+    tensor.TABLES = {"wan": dataclasses.replace(plan, block={**plan.block, "table": "whole"})}
     try:
         build(model, "dit", (0, 2), mesh)
     except ConfigError as error:
         found.append(str(error))
-    tensor.PLANS = PLANS
+    tensor.TABLES = tables
     return found
 
 

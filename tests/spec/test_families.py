@@ -5,7 +5,7 @@ import pytest
 
 from mmtrain.config.model import DitConfig, EncoderConfig, LanguageConfig, VaeConfig
 from mmtrain.errors import ConfigError
-from mmtrain.spec.families import DITS, ENCODERS, LANGUAGES, VAES
+from mmtrain.families.catalogue import DITS, ENCODERS, LANGUAGES, VAES
 from mmtrain.spec.model_configs import dit_config, encoder_config, language_config, vae_config
 
 NAMES = ("qwen2", "llama", "qwen3", "mistral")

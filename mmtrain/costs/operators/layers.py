@@ -1,7 +1,7 @@
 """The operators of each kind of layer, on one rank of the submesh that divides it. Pure.
 
 They are the kernels that the layers run: Hugging Face's modules kernel by kernel, tensor parallelism with rows divided
-or whole between the layers (`models/tensor_plans.py`), keys and values gathered over context-parallel ranks, LoRA
+or whole between the layers (`families/tensor_table.py`), keys and values gathered over context-parallel ranks, LoRA
 adapters next to their linear layers. FLOPs, parameters and the existence of a backward agree with the layer's
 `LayerSpec` for one rank.
 
@@ -46,13 +46,13 @@ from mmtrain.costs.operators.modules import (
 )
 from mmtrain.costs.operators.tape import Tape, Var
 from mmtrain.costs.operators.vae_layer import encode
+from mmtrain.families.shapes import WINDOWED, LanguageShape, VisionShape
 from mmtrain.spec.linears import Linear as NamedLinear
 from mmtrain.spec.linears import block_linears
 from mmtrain.spec.modules import Projection, Shape
-from mmtrain.spec.shapes import DitShape, LanguageShape
+from mmtrain.spec.shapes import DitShape
 from mmtrain.spec.spec import TIME_ROWS, Division, LayerSpec, Rates
 from mmtrain.spec.vae_shapes import VaeShape
-from mmtrain.spec.vision_shapes import VisionShape
 
 _KEYS = "key_value.gather"
 
@@ -264,8 +264,7 @@ class _Layer(_Builder):
         elif shape.rotary:  # through float32
             query, key = (Elementwise(f"rotary.{i}", 24.0, 26.0, 7, 9)(v) for i, v in enumerate((query, key)))
         per_pair = 1 / self.of.division.groups
-        windowed = bool(self.layer.attention_flops.window_pair)
-        pairs = Rates(window_pair=per_pair) if windowed else Rates(pair=per_pair)
+        pairs = Rates(window_pair=per_pair) if self.layer.kind == WINDOWED else Rates(pair=per_pair)
         attended = self._attended(query, key, value, pairs, head)
         attended = Elementwise("attention.join", 2.0, 2.0)(attended)  # results of single images or documents
         return self._rows(self._names(1)[0], attended, C, D, bias=out_bias)
@@ -285,7 +284,7 @@ class _Layer(_Builder):
         return self._rows(self._names(3)[0], inner, I, D, bias=bias)
 
     def _names(self, position: int) -> list[str]:
-        return [linear.name for linear in block_linears(self.shape) if linear.position == position]
+        return [linear.name for linear in block_linears(self.shape, self.layer.kind) if linear.position == position]
 
     # -------------------------------------------------------------------------------- first and last
 

@@ -17,6 +17,7 @@ from mmtrain.costs.overheads import Overheads
 from mmtrain.costs.profile.fits import SizeFit, fit_sizes
 from mmtrain.costs.sub_microbatch import Curve
 from mmtrain.errors import ConfigError, PlanError
+from mmtrain.families.shapes import FULL
 from mmtrain.schedule.io import strict_json
 from mmtrain.spec.modules import families
 from mmtrain.spec.recomputation import Recomputation
@@ -79,7 +80,7 @@ class LayerProfile:
 def role(layer: LayerSpec) -> str:
     """The role of a layer in its module; equal layers have one role."""
     name = layer.name.partition(".")[0]
-    return f"{name}, windowed" if layer.attention_flops.window_pair else name
+    return name if layer.kind == FULL else f"{name}, {layer.kind}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

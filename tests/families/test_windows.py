@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.spec.windows import feature_order, row_order, window_pairs, window_rows
+from mmtrain.families.windows import feature_order, row_order, window_pairs, window_rows
 
 MERGE = st.integers(1, 3)
 WINDOW = st.integers(1, 4)

@@ -4,7 +4,7 @@ A frame is cut into windows of window x window units, smaller at its right and l
 patches that become one feature. Rows are ordered window by window, so that each window is one segment, and inside of a
 window in the order of the image. With a window of 0 (no windows) the rows keep their order.
 
-Source: Qwen2.5-VL, arXiv:2502.13923, sec. 2.1.1.
+Source: arXiv:2502.13923, sec. 2.1.1.
 """
 
 from collections.abc import Iterable, Sequence
