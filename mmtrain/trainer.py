@@ -43,6 +43,7 @@ from mmtrain.modality.metadata import IterationMeta
 from mmtrain.models.attention.context import AttentionChoices
 from mmtrain.models.batch import Batch, check_batch, with_other_captions
 from mmtrain.models.diffusion import ClipNoise, Denoising, null_token
+from mmtrain.models.loss import loss_of
 from mmtrain.observe.by_source import source_sums, source_totals
 from mmtrain.observe.host_memory import keep_freed_memory
 from mmtrain.observe.job_summary import few_clips
@@ -111,6 +112,7 @@ class Trainer:
         self.folder = Path(config.job.dump_folder)
         saved_ops(config.activation_checkpoint)
         self.planner, self._cut_s = _planner_in_time(config)
+        self._loss = loss_of(config.model)
         self._denoising: Denoising | None = None
         if config.model.reads_clips:
             self._denoising = Denoising.of(config, null_token(job_tokenizer(config)))
@@ -381,10 +383,9 @@ class Trainer:
         Raises: TrainingError: the batch has nothing to predict.
         """
         check_same_assignment(item.meta, self.mesh)
-        num_targets = sum_over(self.mesh.batch_group, self._num_targets(item.meta))
+        num_targets = sum_over(self.mesh.batch_group, self._loss.num_values(item.meta))
         if num_targets == 0:
-            lack = "no clip that can be read" if self._denoising else "no token to predict; check the records' answers"
-            raise TrainingError(f"step {step}: the batch has {lack}")
+            raise TrainingError(f"step {step}: the batch has {self._loss.lack}")
         outcome = self._run(plan, item, noise=self._noise(step, hides=True), loss_grad=1.0 / num_targets)
         parameters = self.model.parameters
         fill_missing_grads(parameters)
@@ -396,7 +397,7 @@ class Trainer:
         by_source = source_sums(self._sources, plan, item.meta, item.labels, outcome.position_losses, self.mesh)
         totals = torch.tensor([loss_sum, *counts, self._stops.number, *by_source.flatten()], dtype=torch.float64)
         dist.all_reduce(totals)
-        largest = torch.tensor(loss_sum / max(1, self._num_targets(item.meta)), dtype=torch.float64)
+        largest = torch.tensor(loss_sum / max(1, self._loss.num_values(item.meta)), dtype=torch.float64)
         if self.mesh.replica_group is not None:
             dist.all_reduce(largest, group=self.mesh.replica_group)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
@@ -542,6 +543,7 @@ class Trainer:
                 part_blocks=self.config.training.attention_part_blocks,
             ),
             want_predictions=want_predictions,
+            want_losses=bool(self._sources),
         )
         self.placement.runtime.load(
             plan.program,
@@ -552,10 +554,6 @@ class Trainer:
     def _noise(self, step: int, *, hides: bool) -> ClipNoise | None:
         """The random choices of a step of a text-to-video job. Args: hides: captions may be hidden."""
         return self._denoising.noise(step, hides=hides) if self._denoising else None
-
-    def _num_targets(self, meta: IterationMeta) -> int:
-        """Numbers that have a loss: labelled tokens, or all that is predicted of the latents."""
-        return meta.num_targets * (self._denoising.outputs if self._denoising else 1)
 
     def _tied_copy_to_skip(self) -> torch.nn.Parameter | None:
         """The tied head is counted in the norm where the embedding is."""
@@ -636,7 +634,7 @@ class Trainer:
             loss_sum += self._loss_sum(outcome)
             by_source += source_sums(self._sources, plan, item.meta, item.labels, outcome.position_losses, mesh)
             if outcome.losses and mesh.place.cp == mesh.place.tp == 0:
-                num_targets += self._num_targets(item.meta)
+                num_targets += self._loss.num_values(item.meta)
                 count_answers(plan, item.meta, item.labels, predictions, accuracy)
         return validation_of_all(loss_sum, num_targets, accuracy, self._sources, by_source)
 

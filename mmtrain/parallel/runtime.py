@@ -18,7 +18,6 @@ from torch import Tensor
 
 from mmtrain.errors import PlanError
 from mmtrain.parallel.passes import Block, filled
-from mmtrain.parallel.position_losses import PositionLosses
 from mmtrain.parallel.stage import ModalityStage, ShapeOf
 from mmtrain.parallel.torch_private import TorchScheduleRuntime, profiling, reduce_grads, wait_unsharded
 from mmtrain.schedule.action import BACKWARD, BRAID, COMPUTE, KINDS, NOT_COMPUTE, STAGE_WIDE, WAITS, Action, Kind
@@ -78,8 +77,7 @@ class StepOutcome:
 class PipelineScheduleRuntime(TorchScheduleRuntime):
     """torch's runtime of action lists, over a work graph that is new in every step."""
 
-    def __init__(self, stages: Sequence[ModalityStage], position_losses: PositionLosses | None = None) -> None:
-        """Args: position_losses: the loss of the head, if its positions are reported and the head is on this rank."""
+    def __init__(self, stages: Sequence[ModalityStage]) -> None:
         super().__init__(list(stages), n_microbatches=1, loss_fn=None, scale_grads=False)
         self._by_index = {stage.stage_index: stage for stage in stages}
         self._feed: Feed | None = None
@@ -90,7 +88,6 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         self._clock = _Clock(stages[0].device)
         self._losses: dict[int, Tensor] = {}
         self._predictions: dict[int, Tensor] = {}
-        self._head_losses = position_losses
         self._position_losses: dict[int, Tensor] = {}
         self._running: Action | None = None
         self._awaited: Transfer | None = None
@@ -299,8 +296,8 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
                 self._losses[work] = output.loss_sum.detach()
                 if output.predictions is not None:
                     self._predictions[work] = output.predictions
-                if self._head_losses is not None:
-                    self._position_losses[work] = self._head_losses.take()
+                if output.losses is not None:
+                    self._position_losses[work] = output.losses
 
         return run
 
