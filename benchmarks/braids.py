@@ -32,11 +32,12 @@ from mmtrain.config.topology import MeshShape
 from mmtrain.modality.metadata import DocumentMeta, IterationMeta, MicrobatchMeta
 from mmtrain.models.batch import Batch, Microbatch
 from mmtrain.parallel import passes
+from mmtrain.parallel.bound_actions import BoundAction
 from mmtrain.parallel.build import build_local_model
 from mmtrain.parallel.feed import StepFeed
 from mmtrain.parallel.feeds.inputs import StepInputs
 from mmtrain.parallel.mesh import Mesh, build_mesh
-from mmtrain.parallel.runtime import BoundAction, PipelineScheduleRuntime, StepOutcome
+from mmtrain.parallel.runtime import PipelineScheduleRuntime, StepOutcome
 from mmtrain.planner.iteration import IterationPlan, IterationPlanner
 from mmtrain.schedule.action import Action, Kind
 from mmtrain.schedule.chain import plain_chain

@@ -22,13 +22,14 @@ Source of the virtual clock: Lamport, Time, clocks, and the ordering of events i
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from mmtrain.errors import PlanError
+from mmtrain.models.loss import LossOutput
 from mmtrain.parallel import passes
 from mmtrain.parallel.mesh import Mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime, StepOutcome
@@ -157,13 +158,6 @@ class _Exchanging(dist.Work):
         return True
 
 
-class _Output(NamedTuple):
-    """What the last stage of a work gives."""
-
-    loss_sum: Tensor
-    predictions: None = None
-
-
 class _Chunk(nn.Module):
     """Stands for a stage's layers: one weight, which is 1 at first.
 
@@ -176,11 +170,11 @@ class _Chunk(nn.Module):
         self.linear = nn.Linear(1, 1, bias=False)
         nn.init.ones_(self.linear.weight)
 
-    def forward(self, *inputs: Tensor, shape: tuple[int, ...] | None) -> Tensor | _Output:
+    def forward(self, *inputs: Tensor, shape: tuple[int, ...] | None) -> Tensor | LossOutput:
         """An activation of a shape, or the loss where there is none."""
         x = torch.stack([x.mean() for x in inputs]).mean() if inputs else torch.ones(())
         y = self.linear(x.reshape(1, 1))
-        return _Output(y.sum()) if shape is None else y.reshape(()).expand(shape).contiguous()
+        return LossOutput(y.sum()) if shape is None else y.reshape(()).expand(shape).contiguous()
 
 
 class EmulatedStage(ModalityStage):

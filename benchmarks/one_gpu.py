@@ -410,12 +410,12 @@ def report(config: Config, size: Size, device: torch.device, found: dict[str, li
     metas = [iteration(config, size, seed) for seed in range(BATCHES)]
     planner = IterationPlanner(make_job(config))
     flops = np.mean([
-        sum(of.total for of in planner.flops(planner.plan(meta).batching).values()) for meta in metas
+        sum(of.total for of in planner.job.flops(planner.plan(meta).batching).values()) for meta in metas
     ])  # fmt: skip
     tokens, images = np.mean([(meta.num_tokens, meta.num_images) for meta in metas], axis=0)
     peak = peak_flops(config.metrics, device)
     print(
-        f"{sum(module.num_params for module in planner.spec.modules):,} parameters; a step of {size.microbatches} "
+        f"{sum(module.num_params for module in planner.job.spec.modules):,} parameters; a step of {size.microbatches} "
         f"microbatches: {tokens:.0f} tokens, {images:.0f} images, {flops:.3g} model FLOPs; peak "
         f"{'not known' if np.isnan(peak) else f'{peak:.3g} FLOP/s'}"
     )

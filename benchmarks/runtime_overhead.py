@@ -13,7 +13,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
 from mmtrain.config.topology import MeshShape
+from mmtrain.models.loss import LossOutput
 from mmtrain.parallel.mesh import Mesh, build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.parallel.stage import ModalityStage
@@ -38,11 +39,6 @@ RUNTIME = "torch, runtime"
 """The run that the others are compared with: `_PipelineScheduleRuntime` with the orders of mmtrain's plan."""
 
 
-class Output(NamedTuple):
-    loss_sum: Tensor
-    predictions: None = None
-
-
 class Layer(nn.Module):
     def __init__(self, with_loss: bool = False) -> None:
         super().__init__()
@@ -51,7 +47,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor):
         x = self.linear(x)
-        return Output(x.sum()) if self.with_loss else x
+        return LossOutput(x.sum()) if self.with_loss else x
 
 
 def our_runs(plan: Plan, program: Program, mesh: Mesh, data: Sequence[Tensor]) -> dict[str, Callable[[], Any]]:

@@ -13,6 +13,7 @@ import time
 from mmtrain.config import config
 from mmtrain.costs.machine import Machine
 from mmtrain.modality.typical import Bins
+from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.plan import check
 from mmtrain.schedule.simulate import simulate
@@ -35,7 +36,7 @@ def main() -> None:
             figures: dict[str, list[float]] = {}
             for meta in batches:
                 times = [time.process_time()]
-                _, problem = simulator.planner.problem(meta)
+                _, problem = IterationPlanner(simulator.job).problem(meta)
                 times.append(time.process_time())
                 plan = CATALOGUE[schedule].make(problem)
                 times.append(time.process_time())

@@ -35,6 +35,7 @@ from mmtrain.launch.processes import check_temporary_folder
 from mmtrain.launch.stop_signals import StopSignals
 from mmtrain.modality.buckets import check_video
 from mmtrain.modality.metadata import IterationMeta
+from mmtrain.models.loss import loss_of
 from mmtrain.observe.by_source import record_sources, source_sums
 from mmtrain.observe.host_memory import keep_freed_memory
 from mmtrain.observe.log_file import setup_logging
@@ -193,6 +194,8 @@ class Trainer:
             training=self.config.training,
             job=self.job,
             placement=self._placement,
+            loss=loss_of(self.config.model),
+            want_losses=bool(self._sources),
             denoising=self._denoising,
         )
 
@@ -322,10 +325,9 @@ class Trainer:
         Raises: TrainingError: the batch has nothing to predict.
         """
         check_same_assignment(item.meta, self.mesh)
-        num_targets = sum_over(self.mesh.batch_group, self._runner.num_targets(item.meta))
+        num_targets = sum_over(self.mesh.batch_group, self._runner.loss.num_values(item.meta))
         if num_targets == 0:
-            lack = "no clip that can be read" if self._denoising else "no token to predict; check the records' answers"
-            raise TrainingError(f"step {step}: the batch has {lack}")
+            raise TrainingError(f"step {step}: the batch has {self._runner.loss.lack}")
         outcome = self._runner.run(plan, item, noise=self._runner.noise(step, hides=True), loss_grad=1.0 / num_targets)
         norm = self._runner.finish_gradients()
         loss_sum = self._runner.loss_sum(outcome)

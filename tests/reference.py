@@ -323,7 +323,7 @@ def _reference_gradients(
     reference = ReferenceModel(model, spec, seed=seed)
     for chunk in reference.chunks.values() if prepare else ():
         prepare(chunk)
-    num_targets = reference.values_per_target * sum(meta.num_targets for _, meta in batches)
+    num_targets = sum(reference.loss.num_values(meta) for _, meta in batches)
     loss = torch.stack([reference.loss_sum(batch, meta, NOISE) for batch, meta in batches]).sum() / num_targets
     if loss.requires_grad:
         loss.backward()

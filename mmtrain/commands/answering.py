@@ -200,7 +200,7 @@ class _Modules(Answerer):
     def _answer(self, document: Document, sampling: Sampling, streamer: Any) -> Sequence[int] | Tensor:
         prompt = replace(document, meta=replace(document.meta, prefix=document.meta.num_tokens))
         read = ReadDocument(document=prompt, pixels=self._processor.pixels(document))
-        self._model.chunks["language"].loss = partial(_chosen, sampling)
+        self._model.chunks["language"].predict = partial(_chosen, sampling)
         features: dict[str, Tensor] | None = None
         tokens: list[int] = []
         if streamer is not None:
@@ -219,17 +219,14 @@ class _Modules(Answerer):
         return tokens
 
 
-def _chosen(
-    sampling: Sampling, logits_LV: Tensor, targets_L: Tensor, want_predictions: bool
-) -> tuple[Tensor, Tensor | None]:
-    """In place of a loss: 0, and a token for each position, the most likely one or one that is drawn."""
-    nothing = _finite(logits_LV).new_zeros(())
+def _chosen(sampling: Sampling, logits_LV: Tensor) -> Tensor:
+    """[L]: a token for each position, the most likely one or one that is drawn."""
     if not sampling.temperature:
-        return nothing, logits_LV.argmax(dim=-1)
-    chances, order = (logits_LV.float() / sampling.temperature).softmax(dim=-1).sort(dim=-1, descending=True)
+        return _finite(logits_LV).argmax(dim=-1)
+    chances, order = (_finite(logits_LV).float() / sampling.temperature).softmax(dim=-1).sort(dim=-1, descending=True)
     before = chances.cumsum(dim=-1) - chances
     kept = chances.masked_fill(before >= sampling.top_p, 0.0)
-    return nothing, order.gather(-1, torch.multinomial(kept, 1)).squeeze(-1)
+    return order.gather(-1, torch.multinomial(kept, 1)).squeeze(-1)
 
 
 def _exported(folder: Path) -> Answerer:

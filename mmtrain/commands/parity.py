@@ -306,7 +306,7 @@ def _reference(
 ) -> tuple[float, Mapping[str, Tensor]]:
     """(loss, name -> gradient) of the one-process model; the loss is over all targets of all batches."""
     model.zero_grad()
-    num_targets = model.values_per_target * sum(meta.num_targets for _, meta in batches)
+    num_targets = sum(model.loss.num_values(meta) for _, meta in batches)
     loss = torch.stack([model.loss_sum(batch, meta, noise) for batch, meta in batches]).sum() / num_targets
     loss.backward()
     weights = {name: weight for name, weight in model.weights().items() if weight.requires_grad}

@@ -136,6 +136,8 @@ class LanguageConfig:
     attention_mask: Literal["causal", "image_bidirectional", "prefix", "modality"] = "causal"
     """Inside of each document: causal; or also both ways inside of each image; or before the first answer. modality:
     text is causal; tokens of images see those of all images, both ways, and no text."""
+    loss: Literal["cross_entropy"] = "cross_entropy"
+    """What is minimised: the cross-entropy of the next token, over the labelled ones. A text encoder has no loss."""
     ranks: int = 0
     """Pipeline ranks of the module, if planner.placement is not spread; 0: as the placement says."""
     num_segments: int = 0
@@ -185,6 +187,8 @@ class DitConfig:
     """With `pretrained`: load its weights, or take only its shape."""
     trainable: Trainable = True
     """true: train it; false: keep it fixed; "lora" is refused for now."""
+    loss: Literal["squared_error"] = "squared_error"
+    """What is minimised: the squared error over all numbers of the targets, which diffusion.prediction names."""
     ranks: int = 0
     """Pipeline ranks of the module, if planner.placement is not spread; 0: as the placement says."""
     num_segments: int = 0

@@ -16,37 +16,27 @@ of them under sequence parallelism; D width; L labelled positions.
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from mmtrain.config.model import ModelConfig, projector_name, section_of
 from mmtrain.errors import DataError
 from mmtrain.families.shapes import LanguageShape, VisionShape
-from mmtrain.models.adapters import Decoder, RankRows, VisionAdapter, check_grids
-from mmtrain.models.attention.context import AttentionChoices, AttentionContext, Gather, attention_context
+from mmtrain.models.adapters import Decoder, VisionAdapter, check_grids
+from mmtrain.models.attention.context import AttentionChoices, AttentionContext, Gather
 from mmtrain.models.batch import IGNORE_INDEX
 from mmtrain.models.fused_qkv import reorder_output
-from mmtrain.models.loss import LossFunction, cross_entropy_sum
+from mmtrain.models.loss import LOSSES, LossOutput, VocabularySharding, WholeVocabulary
 from mmtrain.models.projector import Grid, Projector, make_projector
 from mmtrain.models.scatter import scatter_tokens
 from mmtrain.models.trainable import set_trainable
+from mmtrain.models.vision_rows import VisionRows
 from mmtrain.spec.linears import adapted_linears
 from mmtrain.spec.model_configs import encoder_config, language_config
-from mmtrain.spec.rows import RowSharding, WholeRows, padded, share_of
+from mmtrain.spec.rows import RowSharding, WholeRows
 from mmtrain.spec.spec import ModelSpec, ModuleSpec, WorkSize
-
-
-class LanguageOutput(NamedTuple):
-    """What the last chunk of the language model returns; a tuple, so that FSDP finds its tensors."""
-
-    loss_sum: Tensor
-    """Float32 scalar: cross-entropy summed over the labelled positions; 0 with a graph if there is none."""
-    predictions: Tensor | None
-    """[L] int64: the most likely token of each labelled position, if asked for."""
 
 
 class Chunk(nn.Module):
@@ -68,6 +58,11 @@ class Chunk(nn.Module):
     def is_last(self) -> bool:
         """Whether the module ends with this chunk."""
         return self.hi == len(self.module_spec.layers)
+
+    @property
+    def where(self) -> str:
+        """Its module and layers, for errors."""
+        return f"{self.module_spec.name} layers {self.lo}..{self.hi - 1}"
 
     def output_shape(self, size: WorkSize) -> tuple[int, ...]:
         """Shape of this chunk's output for one work; () for the loss."""
@@ -192,97 +187,60 @@ class VisionChunk(Chunk):
         if not grids:
             return self._nothing(x)
         x, *taps = self.arriving(x)
-        total = sum(self.adapter.rows(grid) for grid in grids)
-        lo, hi = part or (0, total)
-        self._check_rows(len(x), grids, lo, hi, total)
-        sharding, empty = self.row_sharding, lo == hi
-        # An empty part still takes part in collectives, with rows of padding.
-        rows = self.shape.patches_per_token if empty else hi - lo
-        indices = np.full(padded(rows, sharding.degree), -1, dtype=np.int64)
-        indices[: hi - lo] = np.arange(lo, hi)
-        attend = partial(attention_context, rows=indices, gather=gather, choices=attention)
-        on_rank = RankRows(shape=self.shape, grids=grids, indices=indices, attend=attend)
+        rows = self._rows(grids, part, gather, attention)
+        rows.check(len(x), pixels=self.has_embed)
         if self.has_embed:
-            if empty:
-                x = x.new_zeros(rows, self.shape.patch_dim)
-            elif part is None and self.shape.window:
-                x = x.index_select(0, torch.from_numpy(self.shape.row_order(grids)).to(x.device, non_blocking=True))
-            x = sharding.shard(self.adapter.call_embed(self.vision, x, on_rank))
-        if self.arrives_pooled:
-            rows = 1 if empty else self._num_features(grids, lo, hi)
-        if empty and not self.has_embed:
-            x, *taps = (nn.functional.pad(t, (0, 0, 0, share_of(rows, sharding.degree))) for t in (x, *taps))
+            x = rows.shard(self.adapter.call_embed(self.vision, rows.pixels(x), rows))
+        else:
+            x, *taps = (rows.arrived(t) for t in (x, *taps))
         if self.block_indices:
-            context = self.adapter.context(self.vision, x, on_rank)
+            context = self.adapter.context(self.vision, x, rows)
             for index, block in zip(self.block_indices, self.blocks(), strict=True):
                 x = self.adapter.call_block(index, block, x, context)
                 if index in self.shape.taps:
                     taps.append(x)
         if self.has_norm:
             if self.shape.pool > 1:
-                pairs = self._with_token(sharding.gather(x)[:rows], grids, lo, hi)
-                pooled = pairs.unflatten(0, (-1, self.shape.pool)).mean(1)
-                x, rows = sharding.shard(pooled), len(pooled)
+                x, rows = rows.pooled(x)
             x = self.vision.get_submodule(self.adapter.norm)(x)
         if self.has_projector:
-            x, *taps = (sharding.gather(t)[:rows] for t in (x, *taps))
-            if self.shape.one_row and self.shape.packed and self.shape.pool == 1:
-                x = self._with_token(x, grids, lo, hi)
-            x, taps = sharding.shard(self._project(x, taps, grids, in_travel_order=part is not None)), []
-        leaving = torch.cat((x, *taps)) if taps else x
-        return _owned(leaving[:0] if empty else leaving)
+            x, taps = rows.shard(self._features(rows, rows.whole(x), [rows.whole(tap) for tap in taps])), []
+        return _owned(rows.leaving(torch.cat((x, *taps)) if taps else x))
 
-    def _with_token(self, x_RD: Tensor, grids: tuple[Grid, ...], lo: int, hi: int) -> Tensor:
-        """The rows of sounds that become tokens: without those behind the last one of each sound.
+    def _rows(
+        self, grids: tuple[Grid, ...], part: tuple[int, int] | None, gather: Gather | None, attention: AttentionChoices
+    ) -> VisionRows:
+        rows = VisionRows.of(
+            self.shape,
+            grids,
+            self.module_spec.feature_rows(grids),
+            part,
+            self.row_sharding,
+            where=self.where,
+            total=sum(self.adapter.rows(grid) for grid in grids),
+            gather=gather,
+            attention=attention,
+        )
+        return rows.after_pooling() if self.arrives_pooled else rows
 
-        Args: lo, hi: the part of all rows that x_RD is; if it is empty, x_RD is padding for one token.
-        """
-        unit, start, runs = self.shape.patches_per_token, 0, []
-        for _, _, w in grids:
-            runs.append(x_RD[max(start, lo) - lo : max(lo, min(start + w // unit * unit, hi)) - lo])
-            start += w
-        return torch.cat(runs) if lo < hi and sum(map(len, runs)) < len(x_RD) else x_RD
-
-    def _num_features(self, grids: tuple[Grid, ...], lo: int, hi: int) -> int:
-        """Features of the rows [lo, hi)."""
-        edges = self.module_spec.feature_rows(grids)
-        return int(((lo <= edges) & (edges < hi)).sum())
-
-    def _project(self, x_RD: Tensor, taps: list[Tensor], grids: tuple[Grid, ...], *, in_travel_order: bool) -> Tensor:
-        if self.shape.class_token and not self.shape.keeps_class_token:
-            x_RD = x_RD.unflatten(0, (len(grids), -1))[:, 1:].flatten(0, 1)
+    def _features(self, rows: VisionRows, x_RD: Tensor, taps: list[Tensor]) -> Tensor:
+        """The tokens that the projector makes of all rows, [V, columns]. Args: taps: [R, D] outputs of blocks."""
+        shape = self.shape
+        if shape.one_row and shape.packed and shape.pool == 1:
+            x_RD = rows.with_tokens(x_RD)
+        if shape.class_token and not shape.keeps_class_token:
+            x_RD = x_RD.unflatten(0, (len(rows.grids), -1))[:, 1:].flatten(0, 1)
         if isinstance(self.projector, Projector):
-            x_VL = self.projector(x_RD, grids)
-        elif self.projector is not None:
-            x_VL = self.projector(x_RD)
-        else:
-            x_VL = self.adapter.merge(self.vision, x_RD, taps)
-        if in_travel_order or not self.shape.window:
-            return x_VL
-        back = torch.from_numpy(np.argsort(self.shape.feature_order(grids)))
-        return x_VL.index_select(0, back.to(x_VL.device, non_blocking=True))
+            return rows.in_order(self.projector(x_RD, rows.grids))
+        if self.projector is not None:
+            return rows.in_order(self.projector(x_RD))
+        return rows.in_order(self.adapter.merge(self.vision, x_RD, taps))
 
     def _nothing(self, x: Tensor) -> Tensor:
         """[0, width] that autograd connects to x, a tensor without rows."""
         width = self.module_spec.layers[self.hi - 1].output_width
         dtype = next(self.parameters()).dtype
         return x.new_zeros(0, width, dtype=dtype) + x.sum().to(dtype)
-
-    def _check_rows(self, num_rows: int, grids: tuple[Grid, ...], lo: int, hi: int, total: int) -> None:
-        where = f"{self.module_spec.name} layers {self.lo}..{self.hi - 1}"
-        divides = self.shape.packed and lo <= hi and np.isin((lo, hi), self.module_spec.feature_rows(grids)).all()
-        if (lo, hi) != (0, total) and not divides:
-            raise DataError(
-                f"{where}: a part {lo}..{hi} of {total} rows was asked for; it must be whole features of "
-                f"{self.shape.patches_per_token} rows, and all rows of an encoder of a fixed size"
-            )
-        expected = len(grids) if self.has_embed and not self.shape.packed else hi - lo
-        if self.arrives_pooled:
-            expected = self._num_features(grids, lo, hi)
-        if not self.has_embed:
-            expected = share_of(expected, self.row_sharding.degree)
-        if num_rows != expected:
-            raise DataError(f"{where}: {num_rows} rows arrived, but {len(grids)} images have {expected}")
 
 
 TIED_NAMES = {"language.lm_head.weight": "language.model.embed_tokens.weight"}
@@ -317,8 +275,9 @@ class LanguageChunk(Chunk):
             adapted=adapted_linears(model, "language"),
             blocks=adapter.blocks,
         )
-        self.loss: LossFunction = cross_entropy_sum
-        """Set by tensor parallelism, which divides the vocabulary."""
+        self.loss = LOSSES[model.language.loss](model)
+        self.vocabulary: VocabularySharding = WholeVocabulary()
+        """Set by tensor parallelism, which divides it."""
 
     def blocks(self) -> list[nn.Module]:
         return list(self.language.model.layers.children())
@@ -338,8 +297,9 @@ class LanguageChunk(Chunk):
         fills: Mapping[str, FeatureRows] = _NO_FILLS,
         labels: Tensor | None = None,
         want_predictions: bool = False,
+        want_losses: bool = False,
     ) -> Any:
-        """The activation [t, D] after this chunk's layers, or the `LanguageOutput` of the head.
+        """The activation [t, D] after this chunk's layers, or the `LossOutput` of the head.
 
         T is a multiple of the degree of `row_sharding`; rows at the end may be padding, which no row sees and
         which has no label.
@@ -355,28 +315,13 @@ class LanguageChunk(Chunk):
             fills: encoder -> what its features fill.
             labels: [T] int64 for the head, already shifted; IGNORE_INDEX where there is no target.
             want_predictions: also return the most likely token of each labelled position.
+            want_losses: also return the loss of each labelled position.
         Raises: DataError: rows, positions, features or labels that disagree.
         """
         x, *carried = self.arriving(x)
-        count, degree = position_ids.shape[-1], self.row_sharding.degree
-        rows = count if self.has_embed else count // degree
-        if count % degree or len(x) != rows or len(attention.rows) != count:
-            raise DataError(
-                f"language layers {self.lo}..{self.hi - 1}: {len(x)} rows arrived, there are {count} positions and "
-                f"{len(attention.rows)} rows of attention, divided by {degree}; all must agree"
-            )
+        self._check_rows(len(x), position_ids.shape[-1], len(attention.rows))
         if self.has_embed:
-            x = self.language.model.embed_tokens(x)
-            of_modules = {next(iter(fills), ""): features} if isinstance(features, Tensor) else features or {}
-            for name, values in of_modules.items():
-                if name not in fills:
-                    raise DataError(f"{len(values)} image features arrived without the slots they fill")
-                slots, exchange = fills[name]
-                values, *others = (exchange(values) if exchange else values).split(self.shape.width, dim=1)
-                added = [scatter_tokens(torch.zeros_like(x), other, slots) for other in others]
-                both = min(len(carried), len(added))  # of several encoders with taps
-                carried = [a + b for a, b in zip(carried, added, strict=False)] + carried[both:] + added[both:]
-                x = scatter_tokens(x, values, slots)
+            x, *carried = self._filled(self.language.model.embed_tokens(x), features, fills)
         if self.block_indices:
             rotary = self.language.model.rotary_emb(x[None], position_ids.unsqueeze(-2))
             hidden = x[None]
@@ -385,29 +330,62 @@ class LanguageChunk(Chunk):
                 if carried:
                     hidden = hidden + carried.pop(0)
             x = hidden[0]
-        if self.has_norm and not self.has_head:
+        if self.has_head:
+            return self._head(x, position_ids.shape[-1], labels, want_predictions, want_losses)
+        if self.has_norm:
             x = self.language.model.norm(x)
-        if not self.has_head:
-            num_leaving = self.module_spec.num_carried(self.hi - 1)
-            carried += [torch.zeros_like(x)] * (num_leaving - len(carried))  # of encoders without items here
-            return _owned(torch.cat((x, *carried)) if num_leaving else x)
+        num_leaving = self.module_spec.num_carried(self.hi - 1)
+        carried += [torch.zeros_like(x)] * (num_leaving - len(carried))  # of encoders without items here
+        return _owned(torch.cat((x, *carried)) if num_leaving else x)
+
+    def _filled(
+        self, x_tD: Tensor, features: Tensor | Mapping[str, Tensor] | None, fills: Mapping[str, FeatureRows]
+    ) -> list[Tensor]:
+        """The embedded tokens with the features in their slots, and what is added behind layers 0, 1, ..., [t, D]."""
+        of_modules = {next(iter(fills), ""): features} if isinstance(features, Tensor) else features or {}
+        carried: list[Tensor] = []
+        for name, values in of_modules.items():
+            if name not in fills:
+                raise DataError(f"{len(values)} image features arrived without the slots they fill")
+            slots, exchange = fills[name]
+            values, *others = (exchange(values) if exchange else values).split(self.shape.width, dim=1)
+            added = [scatter_tokens(torch.zeros_like(x_tD), other, slots) for other in others]
+            both = min(len(carried), len(added))  # of several encoders with taps
+            carried = [a + b for a, b in zip(carried, added, strict=False)] + carried[both:] + added[both:]
+            x_tD = scatter_tokens(x_tD, values, slots)
+        return [x_tD, *carried]
+
+    def _head(
+        self, x_tD: Tensor, count: int, labels: Tensor | None, want_predictions: bool, want_losses: bool
+    ) -> LossOutput:
         if labels is None or len(labels) != count:
             have = "no" if labels is None else len(labels)
             raise DataError(f"the language model's head got {have} labels for {count} tokens")
-        return self._loss(self.row_sharding.gather(x), labels, want_predictions)
-
-    def _loss(self, x_TD: Tensor, labels: Tensor, want_predictions: bool) -> LanguageOutput:
         rows = (labels != IGNORE_INDEX).nonzero().squeeze(1)
-        logits = self.language.lm_head(self.language.model.norm(x_TD.index_select(0, rows)))
-        loss, predictions = self.loss(logits, labels[rows], want_predictions)
-        return LanguageOutput(loss_sum=loss, predictions=predictions)
+        x_LD = self.row_sharding.gather(x_tD).index_select(0, rows)
+        logits_LV = self.language.lm_head(self.language.model.norm(x_LD))
+        losses = self.loss(
+            logits_LV, labels[rows], reduction="none" if want_losses else "sum", vocabulary=self.vocabulary
+        )
+        return LossOutput(
+            loss_sum=losses.sum() if want_losses else losses,
+            predictions=self.predict(logits_LV) if want_predictions else None,
+            losses=losses.detach() if want_losses else None,
+        )
+
+    def predict(self, logits_LV: Tensor) -> Tensor:
+        """[L] int64: the token of each labelled position; the most likely one, unless this is replaced."""
+        return self.vocabulary.most_likely(logits_LV)
+
+    def _check_rows(self, num_rows: int, count: int, num_attending: int) -> None:
+        degree = self.row_sharding.degree
+        if count % degree or num_rows != (count if self.has_embed else count // degree) or num_attending != count:
+            raise DataError(
+                f"{self.where}: {num_rows} rows arrived, there are {count} positions and "
+                f"{num_attending} rows of attention, divided by {degree}; all must agree"
+            )
 
 
 def _owned(x: Tensor) -> Tensor:
     """x, copied if it is a view: FSDP hooks the output of a chunk, and a hook on a view may be lost."""
     return x.clone() if x._is_view() else x
-
-
-def fsdp_units(chunk: Chunk) -> list[nn.Module]:
-    """The submodules to shard one by one before the chunk itself: its blocks, in order."""
-    return chunk.blocks()

@@ -19,7 +19,6 @@ from mmtrain.config.data import DiffusionConfig
 from mmtrain.errors import ConfigError
 from mmtrain.modality.buckets import clip_seed
 from mmtrain.modality.metadata import ClipMeta
-from mmtrain.spec.shapes import dit_shape
 from mmtrain.spec.vae_shapes import LatentScale, latent_scale
 
 NUM_TIMESTEPS = 1000
@@ -120,8 +119,6 @@ class Denoising:
     """`debug.seed`."""
     null_token: int
     """Token of hidden captions."""
-    outputs: int
-    """Numbers that are predicted of each token with a loss."""
     scale: LatentScale | None
     """Size in pixels of one latent position; None: the latents are given."""
 
@@ -130,7 +127,7 @@ class Denoising:
         """That of a job with a DiT."""
         vae = config.model.vae
         scale = latent_scale(vae) if vae is not None else None
-        return cls(config.diffusion, config.debug.seed, null_token, dit_shape(config.model).output_dim, scale)
+        return cls(config.diffusion, config.debug.seed, null_token, scale)
 
     def noise(self, step: int, *, hides: bool) -> ClipNoise:
         """The random choices of a step. Args: step: as of `ClipNoise`. hides: captions may be hidden."""

@@ -24,6 +24,7 @@ from mmtrain.config.model import ModelConfig
 from mmtrain.errors import DataError
 from mmtrain.models.adapters import build_diffusers, keep_blocks
 from mmtrain.models.chunk import Chunk
+from mmtrain.models.loss import LOSSES, LossOutput
 from mmtrain.models.projector import Grid
 from mmtrain.spec.model_configs import dit_config
 from mmtrain.spec.rows import share_of
@@ -32,15 +33,6 @@ from mmtrain.spec.spec import TIME_ROWS, ModelSpec
 
 FromClean = Callable[[Tensor], Tensor]
 """Clean latents [C, F, H, W] of one clip in float32 -> noisy latents, or a target."""
-
-
-class DitOutput(NamedTuple):
-    """What the last chunk of a DiT returns; a tuple, so that FSDP finds its tensors."""
-
-    loss_sum: Tensor
-    """Float32 scalar: squared errors summed over all numbers of the targets; 0 with a graph if there is none."""
-    predictions: tuple[Tensor, ...] | None
-    """[C, F, H, W] float32 of each clip, if asked for."""
 
 
 class Conditioned(NamedTuple):
@@ -104,6 +96,7 @@ class DitChunk(Chunk):
         if not self.has_head:
             self.dit.norm_out = self.dit.proj_out = self.dit.scale_shift_table = None
         self.dit.requires_grad_(model.dit.trainable is True)
+        self.loss = LOSSES[model.dit.loss](model)
 
     def blocks(self) -> list[nn.Module]:
         return list(self.dit.blocks.children())
@@ -119,7 +112,7 @@ class DitChunk(Chunk):
         targets: Sequence[Tensor | FromClean | None] | None = None,
         want_predictions: bool = False,
     ) -> Any:
-        """The activation [R + T + TIME_ROWS x N, D] after this chunk's layers, or the `DitOutput` of the last chunk.
+        """The activation [R + T + TIME_ROWS x N, D] after this chunk's layers, or the `LossOutput` of the last chunk.
 
         Args:
             x: the activation of the chunk before; for the first chunk the (noisy) latents [C, F, H, W] of each clip;
@@ -145,7 +138,7 @@ class DitChunk(Chunk):
             rows = sum(num_tokens) + sum(text_lengths) + TIME_ROWS * len(grids)
             if len(x) != rows:
                 raise DataError(
-                    f"{self._where}: {len(x)} rows arrived, but {len(grids)} clips with their texts have {rows}"
+                    f"{self.where}: {len(x)} rows arrived, but {len(grids)} clips with their texts have {rows}"
                 )
             parts = Conditioned.of(x, num_tokens, text_lengths, self.shape.clean_columns)
         if self.block_indices:
@@ -156,10 +149,6 @@ class DitChunk(Chunk):
                     tokens[i] = block(tokens[i], parts.texts[i], parts.times[i : i + 1, :-1], rotary[grid])
             parts = parts._replace(tokens=tokens)
         return self._head(parts, grids, targets, want_predictions) if self.has_head else parts.joined()
-
-    @property
-    def _where(self) -> str:
-        return f"dit layers {self.lo}..{self.hi - 1}"
 
     def _embed(
         self,
@@ -196,12 +185,12 @@ class DitChunk(Chunk):
         """Clean latents [C, F, H, W] of each clip, and the text states, received from the VAE and the text encoder."""
         if not isinstance(features, Mapping) or set(features) != {"vae", "language"}:
             names = sorted(features) if isinstance(features, Mapping) else type(features).__name__
-            raise DataError(f"{self._where}: features are {names}; behind a VAE they come from `vae` and `language`")
+            raise DataError(f"{self.where}: features are {names}; behind a VAE they come from `vae` and `language`")
         sides = [tuple(g * p for g, p in zip(grid, self.shape.patch, strict=True)) for grid in grids]
         counts = [math.prod(side) for side in sides]
         if list(features["vae"].shape) != [sum(counts), self.shape.in_channels] or len(mixes) != len(grids):
             raise DataError(
-                f"{self._where}: {list(features['vae'].shape)} latents arrived for {len(mixes)} clips; there are "
+                f"{self.where}: {list(features['vae'].shape)} latents arrived for {len(mixes)} clips; there are "
                 f"{len(grids)} clips with [{sum(counts)}, {self.shape.in_channels}]"
             )
         parts = features["vae"].detach().split(counts)
@@ -222,12 +211,12 @@ class DitChunk(Chunk):
         grids: tuple[Grid, ...],
         targets: Sequence[Tensor | FromClean | None] | None,
         want_predictions: bool,
-    ) -> DitOutput:
+    ) -> LossOutput:
         if targets is None and want_predictions:
             targets = [None] * len(grids)
         if targets is None or len(targets) != len(grids):
             have = "no" if targets is None else len(targets)
-            raise DataError(f"{self._where}: the head got {have} targets for {len(grids)} clips")
+            raise DataError(f"{self.where}: the head got {have} targets for {len(grids)} clips")
         losses, predictions = [], []
         for i, (grid, target) in enumerate(zip(grids, targets, strict=True)):
             count = math.prod(grid)
@@ -239,10 +228,10 @@ class DitChunk(Chunk):
             if target is None:
                 losses.append(predicted.sum() * 0.0)
             else:
-                losses.append((predicted - self._patches(target.float(), grid, i)).square().sum())
+                losses.append(self.loss(predicted, self._patches(target.float(), grid, i)))
             if want_predictions:
                 predictions.append(from_patches(predicted.detach(), grid, self.shape.patch))
-        return DitOutput(
+        return LossOutput(
             loss_sum=torch.stack(losses).sum(), predictions=tuple(predictions) if want_predictions else None
         )
 
@@ -257,7 +246,7 @@ class DitChunk(Chunk):
         expected = (self.shape.out_channels, *(g * p for g, p in zip(grid, self.shape.patch, strict=True)))
         if tuple(clip_CFHW.shape) != expected:
             raise DataError(
-                f"{self._where}: the target of clip {index} is {list(clip_CFHW.shape)}, but the prediction is "
+                f"{self.where}: the target of clip {index} is {list(clip_CFHW.shape)}, but the prediction is "
                 f"{list(expected)}"
             )
         return to_patches(clip_CFHW, grid, self.shape.patch)
@@ -267,12 +256,12 @@ class DitChunk(Chunk):
     def _check_clips(self, grids: tuple[Grid, ...], text_lengths: tuple[int, ...]) -> None:
         if not grids or len(text_lengths) != len(grids):
             raise DataError(
-                f"{self._where}: {len(grids)} clips with {len(text_lengths)} texts; there must be as many, at least one"
+                f"{self.where}: {len(grids)} clips with {len(text_lengths)} texts; there must be as many, at least one"
             )
         for i, (grid, length) in enumerate(zip(grids, text_lengths, strict=True)):
             if min(grid) < 1 or max(grid) > self.shape.max_positions or length < 1:
                 raise DataError(
-                    f"{self._where}: clip {i} has {list(grid)} patches and {length} text tokens; each is at least 1, "
+                    f"{self.where}: clip {i} has {list(grid)} patches and {length} text tokens; each is at least 1, "
                     f"and no side is above rope_max_seq_len = {self.shape.max_positions}"
                 )
 
@@ -289,13 +278,13 @@ class DitChunk(Chunk):
         if counts != (len(grids), len(grids), share_of(sum(text_lengths), degree)):
             divided = f", divided by {degree}" if degree > 1 else ""
             raise DataError(
-                f"{self._where}: {counts[0]} clips with {counts[1]} timesteps and {counts[2]} text states arrived; "
+                f"{self.where}: {counts[0]} clips with {counts[1]} timesteps and {counts[2]} text states arrived; "
                 f"there are {len(grids)} clips with {sum(text_lengths)} text tokens{divided}"
             )
         for i, (clip, grid) in enumerate(zip(latents, grids, strict=True)):
             expected = [self.shape.in_channels, *(g * p for g, p in zip(grid, self.shape.patch, strict=True))]
             if list(clip.shape) != expected:
-                raise DataError(f"{self._where}: the latents of clip {i} are {list(clip.shape)}, not {expected}")
+                raise DataError(f"{self.where}: the latents of clip {i} are {list(clip.shape)}, not {expected}")
 
 
 def to_patches(clip_CFHW: Tensor, grid: Grid, patch: Grid) -> Tensor:

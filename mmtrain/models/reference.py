@@ -14,10 +14,10 @@ from mmtrain.models.adapter_weights import load_adapters
 from mmtrain.models.attention.context import attention_context
 from mmtrain.models.batch import Batch, ClipMicrobatch, Microbatch, by_module, document_positions
 from mmtrain.models.build import build_chunk
-from mmtrain.models.chunk import Chunk, FeatureRows, LanguageOutput
+from mmtrain.models.chunk import Chunk, FeatureRows
 from mmtrain.models.diffusion import ClipNoise
-from mmtrain.models.dit import DitOutput
 from mmtrain.models.initialise import init_weights
+from mmtrain.models.loss import LossOutput, loss_of
 from mmtrain.models.pretrained import load_pretrained
 from mmtrain.models.vae import VaeChunk, vae_adapter
 from mmtrain.spec.model_configs import vae_config
@@ -42,10 +42,8 @@ class ReferenceModel(nn.Module):
         super().__init__()
         self.mask = model.language.attention_mask
         self.position_axes = spec.text.position_axes
-        dit = dit_shape(model) if model.dit is not None else None
-        self.patch = dit.patch if dit else (1, 1, 1)
-        self.values_per_target = dit.output_dim if dit else 1
-        """Numbers that are predicted for one target: a label, or a patch."""
+        self.patch = dit_shape(model).patch if model.dit is not None else (1, 1, 1)
+        self.loss = loss_of(model)
         self.encodes = model.vae is not None
         self.chunks = nn.ModuleDict()
         for module in spec.modules:
@@ -67,8 +65,8 @@ class ReferenceModel(nn.Module):
 
     def forward(
         self, batch: Batch, meta: IterationMeta, *, noise: ClipNoise | None = None, want_predictions: bool = False
-    ) -> list[LanguageOutput] | list[DitOutput]:
-        """The output of each microbatch; a step's loss is their `loss_sum` over its number of targets.
+    ) -> list[LossOutput]:
+        """The output of each microbatch; a step's loss is their `loss_sum` over `loss.num_values` of the step.
 
         Args: noise: of the step, for a text-to-video model.
         """
@@ -80,13 +78,13 @@ class ReferenceModel(nn.Module):
         return [self.microbatch(tensors, counts, want_predictions) for tensors, counts in pairs]
 
     def loss_sum(self, batch: Batch, meta: IterationMeta, noise: ClipNoise | None = None) -> Tensor:
-        """Float32 scalar: cross-entropy summed over all labelled positions, or squared errors over all latents.
+        """Float32 scalar: the loss summed over all targets.
 
         Args: noise: of the step, for a text-to-video model.
         """
         return torch.stack([output.loss_sum for output in self(batch, meta, noise=noise)]).sum()
 
-    def microbatch(self, tensors: Microbatch, counts: MicrobatchMeta, want_predictions: bool = False) -> LanguageOutput:
+    def microbatch(self, tensors: Microbatch, counts: MicrobatchMeta, want_predictions: bool = False) -> LossOutput:
         """The output of one microbatch, its images in one sub-microbatch."""
         return self.text(tensors, counts, self.features(tensors, counts), want_predictions)
 
@@ -101,10 +99,10 @@ class ReferenceModel(nn.Module):
         counts: MicrobatchMeta,
         features: Mapping[str, Tensor],
         want_predictions: bool = False,
-    ) -> LanguageOutput:
+    ) -> LossOutput:
         """The output of the language model for one microbatch. Args: features: those of `features`."""
         fills = {name: FeatureRows(of.slots) for name, of in by_module(tensors, counts).items()}
-        output: LanguageOutput = self.chunks["language"](
+        output: LossOutput = self.chunks["language"](
             tensors.input_ids,
             attention=attention_context(language_bits(counts, self.mask)),
             position_ids=torch.from_numpy(token_positions(counts.documents, self.position_axes)),
@@ -117,7 +115,7 @@ class ReferenceModel(nn.Module):
 
     def clips(
         self, tensors: ClipMicrobatch, counts: MicrobatchMeta, noise: ClipNoise, want_predictions: bool = False
-    ) -> DitOutput:
+    ) -> LossOutput:
         """The output of one microbatch of clips, all in one sub-microbatch."""
         lengths, clips = counts.text_lengths, counts.clips
         features = self.chunks["language"](
@@ -127,7 +125,7 @@ class ReferenceModel(nn.Module):
         )
         latents = [self.chunks["vae"](pixels) for pixels in tensors.latents] if self.encodes else tensors.latents
         pairs = list(zip(clips, latents, strict=True))
-        output: DitOutput = self.chunks["dit"](
+        output: LossOutput = self.chunks["dit"](
             [noise.noisy(clip, latents) for clip, latents in pairs],
             grids=tuple(clip.grid(self.patch) for clip in clips),
             text_lengths=lengths,

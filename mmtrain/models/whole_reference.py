@@ -12,9 +12,8 @@ from mmtrain.modality.metadata import DocumentMeta, MicrobatchMeta
 from mmtrain.modality.positions import token_positions
 from mmtrain.models.adapters import vision_adapter
 from mmtrain.models.batch import IGNORE_INDEX, Microbatch
-from mmtrain.models.chunk import LanguageOutput
 from mmtrain.models.fused_qkv import from_head_major, is_fused
-from mmtrain.models.loss import cross_entropy_sum
+from mmtrain.models.loss import LossOutput
 from mmtrain.models.reference import ReferenceModel
 from mmtrain.models.trainable import adapter_names, is_adapter, plain_name
 from mmtrain.models.unused import unused_weights
@@ -41,7 +40,7 @@ class WholeModel(ReferenceModel):
         self._unused = {in_class(self._kind, f"{encoder}.{name}"): tensor for name, tensor in unused.items()}
         self._sounds = hasattr(self.theirs.config, "audio_config")
 
-    def microbatch(self, tensors: Microbatch, counts: MicrobatchMeta, want_predictions: bool = False) -> LanguageOutput:
+    def microbatch(self, tensors: Microbatch, counts: MicrobatchMeta, want_predictions: bool = False) -> LossOutput:
         """The output of one microbatch, document by document."""
         weights, pixels = self._their_weights(), iter(tensors.pixel_values)
         of_documents = tensors.input_ids.split(counts.lengths), tensors.labels.split(counts.lengths)
@@ -50,7 +49,8 @@ class WholeModel(ReferenceModel):
             for document, ids, labels in zip(counts.documents, *of_documents, strict=True)
         ]
         labels = tensors.labels[tensors.labels != IGNORE_INDEX]
-        return LanguageOutput(*cross_entropy_sum(torch.cat(logits), labels, want_predictions))
+        logits_LV = torch.cat(logits)
+        return LossOutput(self.loss(logits_LV, labels), logits_LV.argmax(dim=-1) if want_predictions else None)
 
     def _their_weights(self) -> dict[str, Tensor]:
         """Their name -> value, on the graph of our weights: without adapters, and with their order of rows."""

@@ -89,7 +89,7 @@ class Validator:
             loss_sum += runner.loss_sum(outcome)
             by_source += source_sums(self.sources, plan, item.meta, item.labels, outcome.position_losses, mesh)
             if outcome.losses and mesh.place.cp == mesh.place.tp == 0:
-                num_targets += runner.num_targets(item.meta)
+                num_targets += runner.loss.num_values(item.meta)
                 count_answers(plan, item.meta, item.labels, predictions, accuracy)
         return validation_of_all(loss_sum, num_targets, accuracy, self.sources, by_source)
 

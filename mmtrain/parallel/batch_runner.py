@@ -17,6 +17,7 @@ from mmtrain.modality.metadata import IterationMeta
 from mmtrain.models.attention.context import AttentionChoices
 from mmtrain.models.batch import check_batch
 from mmtrain.models.diffusion import ClipNoise, Denoising, null_token
+from mmtrain.models.loss import Loss
 from mmtrain.parallel.feed import StepFeed
 from mmtrain.parallel.feeds.inputs import StepInputs
 from mmtrain.parallel.grads import fill_missing_grads, sync_tied, total_norm
@@ -56,6 +57,10 @@ class BatchRunner:
     training: TrainingConfig
     job: Job
     placement: Placement
+    loss: Loss
+    """That the model is trained with."""
+    want_losses: bool
+    """Whether outcomes have the loss of each labelled position."""
     denoising: Denoising | None
     """Of a text-to-video job."""
 
@@ -86,6 +91,7 @@ class BatchRunner:
                 backend=self.training.attention_backend, part_blocks=self.training.attention_part_blocks
             ),
             want_predictions=want_predictions,
+            want_losses=self.want_losses,
         )
         runtime.load(
             plan.program,
@@ -97,10 +103,6 @@ class BatchRunner:
         """The random choices of a step of a text-to-video job. Args: hides: captions may be hidden."""
         return self.denoising.noise(step, hides=hides) if self.denoising else None
 
-    def num_targets(self, meta: IterationMeta) -> int:
-        """Numbers that have a loss: labelled tokens, or all that is predicted of the latents."""
-        return meta.num_targets * (self.denoising.outputs if self.denoising else 1)
-
     def loss_sum(self, outcome: StepOutcome) -> float:
         """This rank's share of its replica's loss: tp ranks hold equal losses, cp ranks those of their own tokens."""
         if self.placement.mesh.place.tp:
@@ -109,7 +111,7 @@ class BatchRunner:
 
     def replica_loss(self, loss_sum: float, meta: IterationMeta) -> float:
         """The mean loss of this rank's replica. Collective over the replica. Args: loss_sum: of this rank."""
-        loss = torch.tensor(loss_sum / max(1, self.num_targets(meta)), dtype=torch.float64)
+        loss = torch.tensor(loss_sum / max(1, self.loss.num_values(meta)), dtype=torch.float64)
         if self.placement.mesh.replica_group is not None:
             dist.all_reduce(loss, group=self.placement.mesh.replica_group)
         return float(loss)

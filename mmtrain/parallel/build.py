@@ -14,7 +14,7 @@ from mmtrain.errors import DataError, PlanError
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.models.adapter_weights import load_adapters
 from mmtrain.models.build import build_chunk
-from mmtrain.models.chunk import TIED_NAMES, Chunk, fsdp_units
+from mmtrain.models.chunk import TIED_NAMES, Chunk
 from mmtrain.models.initialise import init_weights
 from mmtrain.models.pretrained import load_pretrained
 from mmtrain.parallel.activation_memory import ActivationMemory
@@ -82,7 +82,7 @@ def build_local_model(
         memory = ActivationMemory(chunk.blocks(), recompute or ActivationCheckpointConfig(), offloader)
         if sharded:
             reshard = assigned.module in regathered
-            apply_fsdp(chunk, fsdp_units(chunk), mesh.fsdp(over_tp=shares_units), training, reshard=reshard)
+            apply_fsdp(chunk, chunk.blocks(), mesh.fsdp(over_tp=shares_units), training, reshard=reshard)
         stage = ModalityStage(
             chunk,
             assigned.index,

@@ -16,7 +16,6 @@ from mmtrain.parallel.build import LocalModel, build_local_model
 from mmtrain.parallel.mesh import Mesh, build_mesh
 from mmtrain.parallel.optim import LocalOptimizers, build_optimizers, check_groups
 from mmtrain.parallel.planning import PlanAhead
-from mmtrain.parallel.position_losses import PositionLosses
 from mmtrain.parallel.replica_data import ReplicaData
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.parallel.torch_private import end_groups, process_groups
@@ -78,8 +77,7 @@ class Placement:
             )
             check_groups(config.optimizer, model.chunks, model.aliases)
             optimizers = build_optimizers(config.optimizer, model.chunks, model.tied, model.aliases)
-            position_losses = PositionLosses.of(model.chunks) if config.data.sources else None
-            runtime = PipelineScheduleRuntime(model.stages, position_losses)
+            runtime = PipelineScheduleRuntime(model.stages)
             undo.pop_all()
         groups = tuple(group for group in process_groups() if group not in groups_before)
         return cls(

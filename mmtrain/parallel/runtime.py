@@ -17,40 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmtrain.errors import PlanError
+from mmtrain.parallel.bound_actions import BoundAction, in_turns, split_works
 from mmtrain.parallel.passes import Block, filled
-from mmtrain.parallel.position_losses import PositionLosses
 from mmtrain.parallel.stage import ModalityStage, ShapeOf
 from mmtrain.parallel.torch_private import TorchScheduleRuntime, profiling, reduce_grads, wait_unsharded
 from mmtrain.schedule.action import BACKWARD, BRAID, COMPUTE, KINDS, NOT_COMPUTE, STAGE_WIDE, WAITS, Action, Kind
-from mmtrain.schedule.graph import Edge, WorkGraph
+from mmtrain.schedule.graph import WorkGraph
 from mmtrain.schedule.passes.lower import Program
 from mmtrain.schedule.passes.release import Transfer, releases, transfers
 from mmtrain.spec.memory_strategies import StageMemory
-
-
-@dataclass(slots=True)
-class BoundAction:
-    """An action with all that its handler needs, looked up once when the program is loaded."""
-
-    action: Action
-    stage: ModalityStage
-    """Of a block the first one's."""
-    parts: tuple["BoundAction", ...] = ()
-    """The passes of a compute action: of a block both, else itself alone."""
-    work: int = -1
-    """Of a compute action."""
-    transfer: Transfer | None = None
-    """What a send or receive moves."""
-    waits: tuple[tuple[Transfer, tuple[Transfer, ...]], ...] = ()
-    """Messages that must have arrived before a compute action, each with the sends whose arrival follows from it."""
-    prefetched: tuple[tuple[ModalityStage, int], ...] = ()
-    """Stages and works of the backwards in the next compute action: their offloaded activations come back during this
-    one."""
-    makes_loss: bool = False
-    """Whether the output of a forward is the loss."""
-    moves: tuple[tuple[Edge, ModalityStage], ...] = ()
-    """Edges of a result to other stages of this rank."""
-
 
 Handler = Callable[[BoundAction], None]
 Pass = Callable[[], None]
@@ -78,8 +53,7 @@ class StepOutcome:
 class PipelineScheduleRuntime(TorchScheduleRuntime):
     """torch's runtime of action lists, over a work graph that is new in every step."""
 
-    def __init__(self, stages: Sequence[ModalityStage], position_losses: PositionLosses | None = None) -> None:
-        """Args: position_losses: the loss of the head, if its positions are reported and the head is on this rank."""
+    def __init__(self, stages: Sequence[ModalityStage]) -> None:
         super().__init__(list(stages), n_microbatches=1, loss_fn=None, scale_grads=False)
         self._by_index = {stage.stage_index: stage for stage in stages}
         self._feed: Feed | None = None
@@ -90,7 +64,6 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         self._clock = _Clock(stages[0].device)
         self._losses: dict[int, Tensor] = {}
         self._predictions: dict[int, Tensor] = {}
-        self._head_losses = position_losses
         self._position_losses: dict[int, Tensor] = {}
         self._running: Action | None = None
         self._awaited: Transfer | None = None
@@ -144,7 +117,7 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
             bound = BoundAction(action, self._by_index[action.stage])
             if kind not in NOT_COMPUTE:
                 bound.waits = tuple(waits)
-                bound.parts = tuple(self._bind(part, graph) for part in _in_turns(action, self.rank, index))
+                bound.parts = tuple(self._bind(part, graph) for part in in_turns(action, self.rank, index))
                 if computes:
                     backwards = (part for part in bound.parts if part.action.kind in BACKWARD)
                     computes[-1][1].prefetched = tuple((part.stage, part.work) for part in backwards)
@@ -155,7 +128,7 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
             calls.append((self._handlers[kind], bound))
         if waits:
             raise PlanError(f"rank {self.rank}: {actions[-1]} is the last action, but nothing needs what it waits for")
-        split = _split_works(computes, self.rank)
+        split = split_works(computes, self.rank)
         self._calls = calls
         for index, stage in self._by_index.items():
             stage.start_step(graph, shape_of, split.get(index, ()), strategies.get(index, {}))
@@ -299,8 +272,8 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
                 self._losses[work] = output.loss_sum.detach()
                 if output.predictions is not None:
                     self._predictions[work] = output.predictions
-                if self._head_losses is not None:
-                    self._position_losses[work] = self._head_losses.take()
+                if output.losses is not None:
+                    self._position_losses[work] = output.losses
 
         return run
 
@@ -359,44 +332,6 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         if stage.stage_index in self.unshard_ops:
             self._assert_unsharded(stage)
             wait_unsharded(stage.fsdp_modules)
-
-
-def _in_turns(action: Action, rank: int, index: int) -> tuple[Action, ...]:
-    """The passes of a compute action. Raises: PlanError: a block is not a forward and then a B, I or W."""
-    first, *others = (part.kind for part in action.parts)
-    if others and (first is not Kind.F or len(others) > 1 or others[0] is Kind.F):
-        raise PlanError(f"rank {rank}, step {index}: {action} cannot run in turns; braid one F and then one B, I or W")
-    return action.parts
-
-
-_BEFORE = {Kind.F: None, Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I}
-"""Compute kind -> the kind that the same stage runs before it for the same work."""
-
-
-def _split_works(computes: Sequence[tuple[int, BoundAction]], rank: int) -> dict[int, list[int]]:
-    """Stage of a rank -> its works whose backward is split.
-
-    Args: computes: the compute actions of the rank, each with its index in the program.
-    Raises: PlanError: those of a stage and work are not F, then perhaps B, or I and then W.
-    """
-    split_works: dict[int, list[int]] = {}
-    last: dict[tuple[int, int], Action] = {}
-    for index, bound in computes:
-        for part in bound.parts:
-            action, node = part.action, (part.action.stage, part.work)
-            before = last[node].kind if node in last else None
-            if before is not _BEFORE[action.kind]:
-                raise PlanError(
-                    f"rank {rank}, step {index}: {action} comes after {last.get(node, 'nothing')}; a stage runs F of a "
-                    "work, then B, or I and then W"
-                )
-            last[node] = action
-            if action.kind is Kind.I:
-                split_works.setdefault(node[0], []).append(node[1])
-    for action in last.values():
-        if action.kind is Kind.I:
-            raise PlanError(f"rank {rank}: no W comes after {action}; a backward is B, or I and then W")
-    return split_works
 
 
 class _Clock:

@@ -23,7 +23,7 @@ from mmtrain.models.chunk import Chunk, LanguageChunk, VisionChunk
 from mmtrain.models.dit import DitChunk
 from mmtrain.parallel.row_shards import RowShards, WholeRowShards
 from mmtrain.parallel.tensor_styles import Divided, MovedTable, make_styles
-from mmtrain.parallel.vocabulary import VocabularyLoss
+from mmtrain.parallel.vocabulary import VocabularyShards
 
 _Divisible = LanguageChunk | VisionChunk | DitChunk
 
@@ -31,8 +31,8 @@ _Divisible = LanguageChunk | VisionChunk | DitChunk
 def apply_tensor_parallel(chunk: Chunk, mesh: DeviceMesh, *, whole_rows: bool = False) -> None:
     """Divides a chunk over the tp mesh, in place; weights must be set, and equal on all its ranks.
 
-    Called before FSDP2. Afterwards activations between chunks are this rank's rows, and a language model's loss is
-    computed from this rank's part of the vocabulary.
+    Called before FSDP2. Afterwards activations between chunks are this rank's rows, and the logits of a
+    language model those of this rank's part of the vocabulary.
 
     Args: whole_rows: these are all rows, not a part of them.
     Raises: ConfigError: the family's table does not fit its class.
@@ -64,7 +64,7 @@ def apply_tensor_parallel(chunk: Chunk, mesh: DeviceMesh, *, whole_rows: bool = 
     _check_complete(chunk, whole)
     chunk.row_sharding = rows
     if isinstance(chunk, LanguageChunk):
-        chunk.loss = VocabularyLoss(mesh)
+        chunk.vocabulary = VocabularyShards(mesh.get_group())
 
 
 def finish_gradients(parameters: Iterable[nn.Parameter]) -> None:

@@ -1,7 +1,7 @@
 """A vocabulary that tensor-parallel ranks divide among themselves: token embedding and cross-entropy.
 
 Legend: T tokens; t those that a rank has between layers, T / tp or all; D width; V tokens of the vocabulary; v = V / tp
-of them, those of this rank; L labelled positions. Every collective here is over tp.
+of them, those of this rank; L labelled positions. Every collective of the embedding is over tp.
 """
 
 from typing import Any
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from mmtrain.models.loss import Reduction
 from mmtrain.parallel.row_shards import RowShards
 
 
@@ -43,38 +44,44 @@ class VocabularyEmbedding:
         return self._rows.sum_shard(x_TD.masked_fill(other_T[:, None], 0))
 
 
-class VocabularyLoss:
-    """Cross-entropy from logits of this rank's tokens: a `LossFunction`. No rank ever holds [L, V]."""
+class VocabularyShards:
+    """The `VocabularySharding` of one rank, whose logits are those of its tokens. No rank ever holds [L, V].
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._group = mesh.get_group()
-        self._tp_rank: int = mesh.get_local_rank()
+    Equal on all ranks; the backward needs no collective.
+    """
 
-    def __call__(self, logits_Lv: Tensor, targets_L: Tensor, want_predictions: bool) -> tuple[Tensor, Tensor | None]:
-        """(float32 scalar: cross-entropy summed over the positions, [L] int64 most likely tokens or None).
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """Args: group: the ranks that divide the vocabulary, in the order of their tokens."""
+        self._group, self._rank = group, dist.get_rank(group)
 
-        Of equally likely tokens the first is taken. Equal on all ranks; the backward needs no collective.
-        """
-        losses_L, predictions = self.positions(logits_Lv, targets_L, want_predictions)
-        return losses_L.sum(), predictions
+    def cross_entropy(self, logits_Lv: Tensor, targets_L: Tensor, reduction: Reduction) -> Tensor:
+        """Float32: the cross-entropy of each position, [L], or its sum."""
+        losses_L: Tensor = _CrossEntropy.apply(logits_Lv, targets_L, self._first(logits_Lv), self._group)
+        return losses_L if reduction == "none" else losses_L.sum()
 
-    def positions(self, logits_Lv: Tensor, targets_L: Tensor, want_predictions: bool) -> tuple[Tensor, Tensor | None]:
-        """The same with the cross-entropy of each position, [L] float32."""
-        first = self._tp_rank * logits_Lv.shape[-1]
-        losses_L, largest_L = _CrossEntropy.apply(logits_Lv, targets_L, first, self._group)
-        if not want_predictions:
-            return losses_L, None
-        return losses_L, _first_of(logits_Lv.detach().float(), largest_L, first, self._group)
+    def most_likely(self, logits_Lv: Tensor) -> Tensor:
+        """[L] int64: the most likely token of each position, the first of several; token 0 for scores that are not
+        numbers."""
+        scores_Lv = logits_Lv.detach().float()
+        largest_L = _largest(scores_Lv, self._group)
+        index_L = scores_Lv.argmax(dim=-1)
+        has_L = scores_Lv.gather(1, index_L[:, None]).squeeze(1) == largest_L
+        none = torch.iinfo(torch.int64).max
+        index_L = (index_L + self._first(logits_Lv)).masked_fill(~has_L, none)
+        _all_reduce(index_L, dist.ReduceOp.MIN, self._group)
+        return index_L.masked_fill(index_L == none, 0)
+
+    def _first(self, logits_Lv: Tensor) -> int:
+        """The first token of this rank."""
+        first: int = self._rank * logits_Lv.shape[-1]
+        return first
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits_Lv: Tensor, targets_L: Tensor, first: int, group: dist.ProcessGroup
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits_Lv: Tensor, targets_L: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
         scores_Lv = logits_Lv.float()
-        largest_L = scores_Lv.amax(dim=-1)
-        _all_reduce(largest_L, dist.ReduceOp.MAX, group)
+        largest_L = _largest(scores_Lv, group)
         local_L = targets_L - first
         mine_L = (local_L >= 0) & (local_L < logits_Lv.shape[-1])
         local_L = local_L.masked_fill(~mine_L, 0)
@@ -83,25 +90,21 @@ class _CrossEntropy(torch.autograd.Function):
         sums = torch.stack([(scores_Lv - largest_L[:, None]).exp_().sum(dim=-1), target_L.masked_fill(~mine_L, 0)])
         _all_reduce(sums, dist.ReduceOp.SUM, group)
         ctx.save_for_backward(logits_Lv, largest_L, sums[0], local_L, mine_L)
-        ctx.mark_non_differentiable(largest_L)
-        return sums[0].log() - sums[1], largest_L
+        return sums[0].log() - sums[1]
 
     @staticmethod
-    def backward(ctx: Any, grad_L: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad_L: Tensor) -> tuple[Tensor, None, None, None]:
         logits_Lv, largest_L, sum_L, local_L, mine_L = ctx.saved_tensors
         grad_Lv = (logits_Lv.float() - largest_L[:, None]).exp_().div_(sum_L[:, None])
         grad_Lv.scatter_add_(1, local_L[:, None], -mine_L[:, None].to(grad_Lv.dtype))
         return grad_Lv.mul_(grad_L[:, None]).to(logits_Lv.dtype), None, None, None
 
 
-def _first_of(scores_Lv: Tensor, largest_L: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
-    """The lowest token with the largest score, [L]; token 0 for scores that are not numbers."""
-    index_L = scores_Lv.argmax(dim=-1)
-    has_L = scores_Lv.gather(1, index_L[:, None]).squeeze(1) == largest_L
-    none = torch.iinfo(torch.int64).max
-    index_L = (index_L + first).masked_fill(~has_L, none)
-    _all_reduce(index_L, dist.ReduceOp.MIN, group)
-    return index_L.masked_fill(index_L == none, 0)
+def _largest(scores_Lv: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[L]: the largest score of each position over all tokens."""
+    largest_L = scores_Lv.amax(dim=-1)
+    _all_reduce(largest_L, dist.ReduceOp.MAX, group)
+    return largest_L
 
 
 def _all_reduce(x: Tensor, op: Any, group: dist.ProcessGroup) -> None:

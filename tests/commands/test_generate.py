@@ -182,4 +182,4 @@ def test_logits_that_are_no_probabilities_are_refused():
     answering._finite(torch.tensor([[0.0, -infinite, 3e38]]))
     for bad in ([0.0, nan, 1.0], [0.0, infinite, 1.0], [-infinite] * 3):
         with pytest.raises(ConfigError, match="the model's logits are not finite, so it has no answer"):
-            answering._chosen(Sampling(), torch.tensor([bad]), torch.zeros(1), True)
+            answering._chosen(Sampling(), torch.tensor([bad]))

@@ -14,7 +14,7 @@ from mmtrain.modality.metadata import DocumentMeta, MicrobatchMeta
 from mmtrain.models.adapters import decoder, vision_adapter
 from mmtrain.models.attention.context import attention_context
 from mmtrain.models.build import build_chunk
-from mmtrain.models.chunk import FeatureRows, fsdp_units
+from mmtrain.models.chunk import FeatureRows
 from mmtrain.models.fused_qkv import from_head_major, is_fused
 from mmtrain.models.initialise import init_weights
 from mmtrain.spec.builders import model_spec
@@ -355,7 +355,7 @@ def test_names_do_not_depend_on_the_cut(tiny):
             many = build(model, module, range(1, len(one.module_spec.layers)))
             names = [name for chunk in many for name, _ in chunk.named_parameters()]
             assert sorted(names) == sorted(name for name, _ in one.named_parameters())
-            assert [len(fsdp_units(chunk)) for chunk in many].count(1) == 3
+            assert [len(chunk.blocks()) for chunk in many].count(1) == 3
 
 
 def test_rotary_frequencies_are_real_and_stay_float32(tiny):

@@ -1,12 +1,11 @@
 """An edge between inner stages, executed by real ranks: losses and gradients are those of one process."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
 
 from mmtrain.config.topology import MeshShape
+from mmtrain.models.loss import LossOutput
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.parallel.stage import ModalityStage
@@ -32,7 +31,7 @@ class Layer(nn.Module):
 
     def forward(self, x, features=None):
         y = torch.tanh(self.linear(x if features is None else x + features))
-        return SimpleNamespace(loss_sum=y.square().sum(), predictions=None) if self.last else y
+        return LossOutput(y.square().sum()) if self.last else y
 
 
 def inputs(stage, work):

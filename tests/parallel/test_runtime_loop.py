@@ -1,7 +1,6 @@
 """The runtime's loop on one rank: what each action costs, what overrides it, what it tells a profiler."""
 
 from collections import Counter
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mmtrain.config.topology import MeshShape
 from mmtrain.errors import PlanError
+from mmtrain.models.loss import LossOutput
 from mmtrain.parallel.mesh import Channels, build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.parallel.stage import ModalityStage
@@ -33,11 +33,6 @@ def alone():
     dist.destroy_process_group()
 
 
-class Output(NamedTuple):
-    loss_sum: Tensor
-    predictions: None = None
-
-
 class Layer(nn.Module):
     def __init__(self, last: bool) -> None:
         super().__init__()
@@ -45,7 +40,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor):
         x = self.linear(x)
-        return Output(x.sum()) if self.last else x
+        return LossOutput(x.sum()) if self.last else x
 
 
 def shape_of(stage, work):

@@ -16,7 +16,6 @@ from mmtrain.config.topology import MeshShape
 from mmtrain.errors import ConfigError, DataError
 from mmtrain.modality.bitfield import prompt_bits
 from mmtrain.models.attention.context import attention_context
-from mmtrain.models.chunk import fsdp_units
 from mmtrain.parallel import tensor
 from mmtrain.parallel.activation_memory import ActivationMemory
 from mmtrain.parallel.fsdp import apply_fsdp
@@ -304,7 +303,7 @@ def under_fsdp(mesh, dtype):
     clips, reference = Clips.draw(model), build_all(model, WHOLE)
     chunks = build_all(model, WHOLE, mesh.tp)
     for (made,) in chunks.values():
-        apply_fsdp(made, fsdp_units(made), mesh.fsdp(), training, reshard=False)
+        apply_fsdp(made, made.blocks(), mesh.fsdp(), training, reshard=False)
         keep_grads_local(made)
     for last in (False, True):  # two backwards, one reduction
         if last:

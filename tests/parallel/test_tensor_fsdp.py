@@ -7,7 +7,6 @@ import torch
 
 from mmtrain.config.sections import OptimizerConfig
 from mmtrain.config.topology import MeshShape
-from mmtrain.models.chunk import fsdp_units
 from mmtrain.parallel.fsdp import apply_fsdp
 from mmtrain.parallel.grads import total_norm
 from mmtrain.parallel.mesh import build_mesh
@@ -52,7 +51,7 @@ def two_by_two(rank, module, name, dtype, implementation):
     model = model_config(None, name, tie_word_embeddings=True) if module == "language" else model_config(name)
     reference, chunks = build(model, module), build(model, module, (), mesh.tp)
     (chunk,) = chunks
-    apply_fsdp(chunk, fsdp_units(chunk), mesh.fsdp(), training, reshard=False)
+    apply_fsdp(chunk, chunk.blocks(), mesh.fsdp(), training, reshard=False)
 
     keep_grads_local(chunk)
     for last in (False, True):  # two backwards, one reduction

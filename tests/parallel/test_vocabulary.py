@@ -6,10 +6,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from mmtrain.models.loss import cross_entropy_sum
+from mmtrain.models.loss import WholeVocabulary, loss_of
 from mmtrain.parallel.row_shards import RowShards
-from mmtrain.parallel.vocabulary import VocabularyEmbedding, VocabularyLoss
+from mmtrain.parallel.vocabulary import VocabularyEmbedding, VocabularyShards
 from tests.ranks import run_ranks
+from tests.reference import model_config
 
 WORDS, WIDTH = 12, 5
 
@@ -21,7 +22,7 @@ def tp_mesh():
 def losses(rank):
     """case -> (difference of the losses, of this rank's gradient; predictions of both; dtypes)."""
     mesh, generator = tp_mesh(), torch.Generator().manual_seed(0)
-    loss = VocabularyLoss(mesh)
+    loss, part, all_tokens = loss_of(model_config()), VocabularyShards(mesh.get_group()), WholeVocabulary()
     ordinary = 3 * torch.randn(7, WORDS, generator=generator)
     ties = torch.zeros(4, WORDS)
     ties[1, [5, 7]] = 2.0  # in one part, or in two
@@ -38,15 +39,16 @@ def losses(rank):
     for name, logits in cases.items():
         targets = torch.randint(0, WORDS, (len(logits),), generator=generator)
         whole = logits.clone().requires_grad_()
-        expected, predictions = cross_entropy_sum(whole, targets, True)
+        expected, predictions = nn.functional.cross_entropy(whole.float(), targets, reduction="sum"), whole.argmax(-1)
+        assert torch.equal(loss(whole, targets), expected), name
+        assert torch.equal(all_tokens.most_likely(whole), predictions), name
         (2.5 * expected).backward()
         mine = logits.chunk(mesh.size(), dim=1)[rank].clone().requires_grad_()
-        value, ours = loss(mine, targets, True)
+        value, ours = loss(mine, targets, vocabulary=part), part.most_likely(mine)
         (2.5 * value).backward()
         wanted = whole.grad.chunk(mesh.size(), dim=1)[rank]
-        assert loss(mine, targets, False)[1] is None
         each = nn.functional.cross_entropy(logits.float(), targets, reduction="none")
-        assert torch.allclose(loss.positions(mine, targets, False)[0], each, atol=2e-5), name
+        assert torch.allclose(loss(mine, targets, reduction="none", vocabulary=part), each, atol=2e-5), name
         assert value.dtype == torch.float32
         assert mine.grad.dtype == logits.dtype
         error = (mine.grad - wanted).abs().max().item() if len(logits) else 0.0

@@ -49,7 +49,7 @@ class DocumentsFeed:
             }
         if last:
             kwargs["labels"] = inputs.take(inputs.labels[index], rows, IGNORE_INDEX)
-            kwargs["want_predictions"] = inputs.want_predictions
+            kwargs |= {"want_predictions": inputs.want_predictions, "want_losses": inputs.want_losses}
         return args, kwargs
 
     def _attention(self, microbatch: int, rows: Indices) -> AttentionContext:

@@ -37,6 +37,8 @@ class StepInputs:
     """How it is computed."""
     want_predictions: bool = False
     """Of a language model's tokens."""
+    want_losses: bool = False
+    """Of each labelled position, for losses by source."""
 
     def take(self, values: Tensor, indices: Indices, padding: int) -> Tensor:
         """[..., n]: values [..., T] at the n indices, with `padding` for the indices -1, on the device."""
