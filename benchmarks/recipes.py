@@ -53,7 +53,7 @@ def grid(num_ranks: int) -> Iterator[tuple[str, Placement, int, Recipe]]:
     }
     for name, (placement, ways, traversals) in placements.items():
         for first, forward, backward in itertools.product(["backward", "alternate"], traversals, traversals):
-            limit = 2 * num_ranks * placement.passes * ways
+            limit = 2 * num_ranks * placement.passes
             recipe = Recipe(first=first, forward=forward, backward=backward, in_flight=limit, clock="lockstep")
             yield name, placement, ways, recipe
 

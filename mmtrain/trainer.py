@@ -11,18 +11,17 @@ another layout in the same processes.
 import dataclasses
 import gc
 import logging
+import math
 import signal
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from mmtrain.checkpoint.checkpoint import Checkpointer
 from mmtrain.checkpoint.held import HeldTensors
@@ -32,7 +31,6 @@ from mmtrain.config import config as config_module
 from mmtrain.config.config import Config
 from mmtrain.config.sections import ParallelismConfig
 from mmtrain.data.packing import LoaderState
-from mmtrain.data.questions import Key
 from mmtrain.data.tokenizer import job_tokenizer
 from mmtrain.errors import MMTrainError, TrainingError
 from mmtrain.launch.launched import Launched, local_world_size
@@ -41,18 +39,18 @@ from mmtrain.launch.stop_signals import StopSignals
 from mmtrain.modality.buckets import check_video
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.models.attention.context import AttentionChoices
-from mmtrain.models.batch import Batch, check_batch, with_other_captions
+from mmtrain.models.batch import Batch, check_batch
 from mmtrain.models.diffusion import ClipNoise, Denoising, null_token
 from mmtrain.models.loss import loss_of
-from mmtrain.observe.by_source import source_sums, source_totals
+from mmtrain.observe.by_source import record_sources, source_sums
 from mmtrain.observe.host_memory import keep_freed_memory
-from mmtrain.observe.job_summary import few_clips
 from mmtrain.observe.log_file import setup_logging
-from mmtrain.observe.out_of_memory import OutOfMemoryContext, explain, is_out_of_memory
-from mmtrain.observe.run_record import FinishedStep, RunRecord, StepResult, log_prompts, log_start, owned_by_rank_zero
+from mmtrain.observe.observer import FinishedStep, Observer, RunningStep
+from mmtrain.observe.out_of_memory import explained
+from mmtrain.observe.run_record import RunRecord, log_end, log_start, owned_by_rank_zero
 from mmtrain.observe.step_memory import DeviceMemory, JobMemory
-from mmtrain.observe.step_metrics import Validation
-from mmtrain.observe.validation import count_answers, next_tokens, validation_of_all, whole_predictions
+from mmtrain.observe.step_metrics import Metrics
+from mmtrain.observe.validation import ForwardPass, Validator
 from mmtrain.parallel.activation_memory import saved_ops
 from mmtrain.parallel.alike import check_alike
 from mmtrain.parallel.build import LocalModel, check_same_assignment, check_same_program
@@ -85,6 +83,21 @@ MOST_SKIPPED = 10
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What the weights of a step depend on, over all replicas."""
+
+    loss: float
+    grad_norm: float
+    stop: bool
+    """Whether some rank was asked to stop."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the step may change the weights."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TimedStep:
     """When one training step ran on one rank, seconds on a clock of the host."""
 
@@ -99,10 +112,14 @@ class TimedStep:
 class Trainer:
     """One rank of a training job."""
 
-    def __init__(self, config: Config, *, search: Search = searching.search) -> None:
+    def __init__(
+        self, config: Config, *, search: Search = searching.search, observers: Iterable[Observer] = ()
+    ) -> None:
         """Checks the config, and prepares all that needs no process group.
 
-        Args: search: finds the plans of iterations (`planner.enable`).
+        Args:
+            search: finds the plans of iterations (`planner.enable`).
+            observers: watch the job, in addition to the record of the run.
         Raises: ConfigError.
         """
         self.config = config
@@ -116,7 +133,8 @@ class Trainer:
         self._denoising: Denoising | None = None
         if config.model.reads_clips:
             self._denoising = Denoising.of(config, null_token(job_tokenizer(config)))
-        self._record: RunRecord | None = None
+        self.metrics = Metrics()
+        self.observers = list(observers)
         self.checkpointer: Checkpointer | None = None
         self._placement: Placement | None = None
         self.state = TrainState.first(config)
@@ -173,8 +191,8 @@ class Trainer:
                     self._train(layouts or {})
         except MMTrainError as error:
             lost = is_communication(error.__cause__)
-            if self._record is not None:
-                self._record.failed(error)
+            for observer in self.observers:
+                observer.failed(error)
             raise
         finally:
             self._tear_down(lost=lost)
@@ -188,9 +206,9 @@ class Trainer:
             text = "no step is left: step %d of training.steps = %d is done; raise it, or name another job.dump_folder"
             logger.info(text, self.state.step, steps)
             return
-        self._record = RunRecord(self.config, self.planner, self.mesh, self.state.step)
-        if dist.get_rank() == 0:
-            log_prompts(self.config)
+        for observer in self.observers:
+            observer.layout_begins(self.config, self.planner, self.mesh, self.state.step)
+        self.observers.append(RunRecord(self.config, self.planner, self.mesh, self.state.step))
         end = "saves and ends" if self.checkpointer else "ends"
         self._patience = Patience.later(self.config.comm)
         set_timeout(timedelta(seconds=self._patience.seconds))
@@ -202,23 +220,11 @@ class Trainer:
                     return
                 self.change_layout(parallelism)
             self._loop(steps)
-            self._say_what_is_left()
-            if few := few_clips(self.config, self.state.clips):
-                logger.info("%s", few)
+            log_end(self.config, self.state.step, self.state.skipped, self.state.clips)
         except TrainingError:  # on every rank: a checkpoint that is being written is still good
             if self.checkpointer:
                 self.checkpointer.finish()
             raise
-
-    def _say_what_is_left(self) -> None:
-        """Logs what the run leaves."""
-        step, skipped = self.state.step, self.state.skipped
-        if self.checkpointer and step == self.config.training.steps:
-            logger.info("the model of step %d is in %s", step, self.checkpointer.folder)
-        if skipped:
-            logger.info(
-                "steps %d to %d were skipped: the weights are those of the step before", step + 1 - skipped, step
-            )
 
     def _locate(self, function: str) -> str:
         """The position of this rank in the job, for a message. Args: function: that it runs."""
@@ -273,8 +279,8 @@ class Trainer:
         planner, cut_s = _planner_in_time(config)
         logger.info("after step %d the layout changes", self.state.step)
         device, tensors = self.mesh.device, HeldTensors.of(self._named())
-        assert self._record is not None
-        self._record.forget_layout()
+        for observer in self.observers:
+            observer.layout_ends()
         self.placement.close()
         self._placement, self._items = None, iter(())
         gc.collect()  # hooks refer to modules: their memory is needed now
@@ -282,13 +288,14 @@ class Trainer:
         self._build(device)
         tensors.restore(self._named())
         self._take_up()
-        self._record.describe(config, planner, self.mesh, self.state.step)
+        for observer in self.observers:
+            observer.layout_begins(config, planner, self.mesh, self.state.step)
 
     def _tear_down(self, *, lost: bool = False) -> None:
         """Args: lost: a rank does not answer."""
         self._stops.release()
-        if self._record is not None:
-            self._record.close()
+        for observer in self.observers:
+            observer.close()
         if self._placement is not None:
             self._placement.stop(lost=lost)
 
@@ -301,12 +308,12 @@ class Trainer:
         stopped = False
         if config.validation.enable and self.state.step == 0:
             self.validate(0)
-        assert self._record is not None
         batches = self._batches(self.state.step + 1, until)
         while self.state.step < until and not stopped:
-            finished = self._next_step(batches)
-            self._record.step(finished)
-            step, stopped = finished.step, finished.result.stop
+            finished, stopped = self._next_step(batches)
+            step = finished.step
+            for observer in self.observers:
+                observer.after_step(finished)
             if self.checkpointer:
                 self.checkpointer.poll()
                 if step % config.checkpoint.interval == 0 or step == steps or stopped:
@@ -321,8 +328,12 @@ class Trainer:
             self.checkpointer.finish()
         return not stopped and self.state.step < steps
 
-    def _next_step(self, batches: Iterator[tuple[Item, PendingPlan | None]]) -> FinishedStep:
-        """Trains one step, after which the state is the one to go on from. Collective over the job."""
+    def _next_step(self, batches: Iterator[tuple[Item, PendingPlan | None]]) -> tuple[FinishedStep, bool]:
+        """Trains one step, after which the state is the one to go on from; whether a rank was asked to stop.
+
+        Collective over the job.
+        """
+        self.metrics.start_step()
         start = time.perf_counter()
         item, pending = next(batches)
         loaded = time.perf_counter()
@@ -330,36 +341,24 @@ class Trainer:
         planned = self._take(pending) if pending else None
         plan = planned.plan if planned else self._plan(item.meta, step=step)
         ready = time.perf_counter()
+        running = RunningStep(step=step, meta=item.meta, plan=plan, planned=planned)
+        for observer in self.observers:
+            observer.before_step(running)
         self._memory.start_step()
-        try:
+        with explained(self.config, self.mesh, self._memory, running):
             result, outcome = self.train_step(step, item, plan)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise explain(error, self._out_of_memory_context(step, item, plan)) from error
-        end = time.perf_counter()
-        memory = self._memory.end_step(step, plan)
-        self.state = dataclasses.replace(
-            self.state,
-            step=step,
+        self.metrics.record("data_time_s", loaded - start)
+        self.metrics.record("plan_time_s", ready - loaded)
+        self.metrics.record("step_time_s", time.perf_counter() - start)
+        self._memory.end_step(step, plan, self.metrics)
+        self.state = self.state.after(
             loader=item.state.to_dict(),
-            tokens=self.state.tokens + result.tokens,
-            clips=None if self.state.clips is None else self.state.clips + result.clips,
-            memory=self._memory.to_dict() or self.state.memory,
-            skipped=0 if result.is_finite else self.state.skipped + 1,
+            tokens=int(self.metrics["tokens"]),
+            clips=int(self.metrics["clips"]),
+            memory=self._memory.to_dict(),
+            skipped=not result.is_finite,
         )
-        return FinishedStep(
-            step=step,
-            result=result,
-            outcome=outcome,
-            meta=item.meta,
-            plan=plan,
-            planned=planned,
-            memory=memory,
-            data_time_s=loaded - start,
-            plan_time_s=ready - loaded,
-            step_time_s=end - start,
-        )
+        return FinishedStep(**vars(running), outcome=outcome, metrics=self.metrics), result.stop
 
     def train_step(self, step: int, item: Item, plan: IterationPlan) -> tuple[StepResult, StepOutcome]:
         """Forward, backward and optimizer step of one batch. Collective over the job.
@@ -367,9 +366,10 @@ class Trainer:
         Raises: TrainingError: loss or gradient is not finite (training.on_nonfinite = "stop"); nothing is changed.
         """
         result, outcome = self.backward(step, item, plan)
+        factor = lr_factor(self.config.lr_scheduler, step, self.config.training.steps)
+        self.metrics.record("lr", self.config.optimizer.lr * factor)
         if result.is_finite:
             clip(self.model.parameters, result.grad_norm, self.config.training.max_norm)
-            factor = lr_factor(self.config.lr_scheduler, step, self.config.training.steps)
             set_lr(self.placement.optimizers, factor)
             self.placement.optimizers.step()
         else:
@@ -393,38 +393,22 @@ class Trainer:
         sync_tied(self.model.tied, self.mesh)
         norm = total_norm(parameters, self.mesh, skip=self._tied_copy_to_skip())
         loss_sum = self._loss_sum(outcome)
-        counts = (item.meta.num_all_tokens, item.meta.num_clips) if self.mesh.is_leader else (0, 0)
         by_source = source_sums(self._sources, plan, item.meta, item.labels, outcome.position_losses, self.mesh)
-        totals = torch.tensor([loss_sum, *counts, self._stops.number, *by_source.flatten()], dtype=torch.float64)
-        dist.all_reduce(totals)
-        largest = torch.tensor(loss_sum / max(1, self._loss.num_values(item.meta)), dtype=torch.float64)
+        metrics = self.metrics
+        metrics.is_leader = self.mesh.is_leader
+        metrics.record("tokens", item.meta.num_all_tokens)
+        metrics.record("clips", item.meta.num_clips)
+        totals = metrics.reduce(loss=loss_sum, stop=self._stops.number, sources=by_source)
+        result = StepResult(loss=float(totals["loss"]) / num_targets, grad_norm=float(norm), stop=bool(totals["stop"]))
+        metrics.record("loss", result.loss)
+        metrics.record("grad_norm", result.grad_norm)
+        record_sources(metrics, self._sources, totals["sources"])
+        replica_loss = torch.tensor(loss_sum / max(1, self._loss.num_values(item.meta)), dtype=torch.float64)
         if self.mesh.replica_group is not None:
-            dist.all_reduce(largest, group=self.mesh.replica_group)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        result = StepResult(
-            loss=float(totals[0]) / num_targets,
-            max_loss=float(largest),
-            grad_norm=float(norm),
-            tokens=int(totals[1]),
-            clips=int(totals[2]),
-            stop=bool(totals[3]),
-            sources=source_totals(self._sources, totals[4:]),
-        )
+            dist.all_reduce(replica_loss, group=self.mesh.replica_group)
+        metrics.record("max_loss", float(replica_loss))
+        metrics.reduce_max()
         return result, outcome
-
-    def _out_of_memory_context(self, step: int, item: Item, plan: IterationPlan) -> OutOfMemoryContext:
-        """Where this rank ran out of memory."""
-        return OutOfMemoryContext(
-            config=self.config,
-            step=step,
-            rank=self.mesh.rank,
-            pp_rank=self.mesh.pp_rank,
-            device=self.mesh.device,
-            meta=item.meta,
-            plan=plan,
-            budget=self._memory.budget(step),
-            measured_bytes=self._memory.peak_bytes(),
-        )
 
     def gradients(
         self, device: torch.device, num_steps: int, batches: Iterator[tuple[Batch, IterationMeta]] | None = None
@@ -592,51 +576,25 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------ validation
 
-    def validate(self, step: int) -> Validation:
-        """Loss and answers on held-out data, through the pipeline.
+    def validate(self, step: int) -> None:
+        """Loss and answers on held-out data, through the pipeline. Collective over the job."""
+        validator = Validator(
+            section=self.config.validation,
+            data=self.placement.data,
+            mesh=self.mesh,
+            sources=self._sources,
+            forward=lambda item, number: self._forward(step, item, number),
+        )
+        result = validator.validate()
+        for observer in self.observers:
+            observer.validated(step, result)
 
-        An answer is right if every one of its tokens is the most likely one after the right prefix, which
-        is when greedy decoding would write it.
-        """
-        result = self._validated(step, self.placement.data.validation(self.config.validation.steps))
-        if self.config.validation.shuffled_captions:
-            items = self.placement.data.validation(self.config.validation.steps, with_other_captions)
-            result = dataclasses.replace(result, shuffled_loss=self._validated(step, items).loss)
-        if self.config.validation.generate:
-            answers = self.placement.data.answers(partial(self._next_tokens, step))
-            result = dataclasses.replace(result, answers=answers)
-        assert self._record is not None
-        self._record.validation(step, result)
-        return result
-
-    def _next_tokens(self, step: int, item: Item) -> dict[Key, int]:
-        """The most likely next token of each question, over all replicas. Collective over the job."""
-        plan, _, predictions = self._predicted(step, item, noise=None)
-        return next_tokens(plan, item.meta, predictions)
-
-    def _predicted(
-        self, step: int, item: Item, *, noise: ClipNoise | None
-    ) -> tuple[IterationPlan, StepOutcome, dict[int, Tensor]]:
-        """A forward pass, and work -> predicted token of each labelled position; the latter on one rank of a submesh,
-        elsewhere empty. Collective over the job."""
+    def _forward(self, step: int, item: Item, number: int) -> ForwardPass:
+        """A pass without gradients. Args: step: the last one before it. number: of the batch, which seeds its noise."""
         plan = self._plan(item.meta, step=step + 1, forward_only=True)
-        outcome = self._run(plan, item, noise=noise, want_predictions=True)
-        predictions = whole_predictions(plan, item.labels, outcome.predictions, self.mesh)
-        return plan, outcome, predictions if self.mesh.place.cp == self.mesh.place.tp == 0 else {}
-
-    def _validated(self, step: int, items: Iterator[Item]) -> Validation:
-        mesh = self.mesh
-        loss_sum, num_targets = 0.0, 0
-        accuracy: dict[str, tuple[int, int]] = {}
-        by_source = torch.zeros(len(self._sources), 4, dtype=torch.float64)
-        for number, item in enumerate(items):
-            plan, outcome, predictions = self._predicted(step, item, noise=self._noise(-1 - number, hides=False))
-            loss_sum += self._loss_sum(outcome)
-            by_source += source_sums(self._sources, plan, item.meta, item.labels, outcome.position_losses, mesh)
-            if outcome.losses and mesh.place.cp == mesh.place.tp == 0:
-                num_targets += self._loss.num_values(item.meta)
-                count_answers(plan, item.meta, item.labels, predictions, accuracy)
-        return validation_of_all(loss_sum, num_targets, accuracy, self._sources, by_source)
+        outcome = self._run(plan, item, noise=self._noise(-1 - number, hides=False), want_predictions=True)
+        loss_sum, num_targets = self._loss_sum(outcome), self._loss.num_values(item.meta)
+        return ForwardPass(plan=plan, outcome=outcome, loss_sum=loss_sum, num_targets=num_targets)
 
 
 def _planner_in_time(config: Config) -> tuple[IterationPlanner, float]:

@@ -65,6 +65,27 @@ class TrainState:
         settings = raw.get("settings", raw.get("data", {}))  # older ones have only some, as "data"
         return cls(step=raw["step"], loader=raw["loader"], tokens=raw["tokens"], settings=settings, **optional)
 
+    def after(
+        self, *, loader: dict[str, Any], tokens: int, clips: int, memory: dict[str, Any], skipped: bool
+    ) -> "TrainState":
+        """That of one step more.
+
+        Args:
+            loader: its state after the step.
+            tokens, clips: of the step, over all replicas.
+            memory: empty without a limit.
+            skipped: whether the step changed no weight.
+        """
+        return replace(
+            self,
+            step=self.step + 1,
+            loader=loader,
+            tokens=self.tokens + tokens,
+            clips=None if self.clips is None else self.clips + clips,
+            memory=memory or self.memory,
+            skipped=self.skipped + 1 if skipped else 0,
+        )
+
     def resumed(self, settings: dict[str, Any]) -> "TrainState":
         """This state in a run with these settings; a warning of rank 0 names those that were others."""
         logger.info("resumed from step %d", self.step)

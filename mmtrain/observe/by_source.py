@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.models.batch import IGNORE_INDEX
+from mmtrain.observe.step_metrics import Metrics
 from mmtrain.parallel.mesh import Mesh
 from mmtrain.planner.iteration import IterationPlan
 
@@ -66,6 +67,15 @@ def source_sums(
 
 
 def source_totals(names: Sequence[str], sums: Tensor) -> dict[str, SourceTotals]:
-    """Name -> its totals. Args: sums: [S, 4] of `source_sums`, summed over all ranks; may be flat."""
-    rows = zip(names, sums.reshape(len(names), 4).tolist(), strict=True)
+    """Name -> its totals. Args: sums: [S, 4] of `source_sums`, summed over all ranks."""
+    rows = zip(names, sums.tolist(), strict=True)
     return {name: SourceTotals(int(s), int(tokens), int(t), loss_sum) for name, (s, tokens, t, loss_sum) in rows}
+
+
+def record_sources(metrics: Metrics, names: Sequence[str], sums: Tensor) -> None:
+    """Records what is known of each source. Args: sums: [S, 4] of `source_sums`, summed over all ranks."""
+    for name, totals in source_totals(names, sums).items():
+        if totals.loss is not None:
+            metrics.record("loss/{}", totals.loss, name)
+        metrics.record("samples/{}", totals.samples, name)
+        metrics.record("tokens/{}", totals.tokens, name)

@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import re
-import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,8 +22,10 @@ from mmtrain.errors import ConfigError, one_line
 from mmtrain.launch.whole_files import write_whole
 from mmtrain.observe.answers import log_lines, markdown, num_right
 from mmtrain.observe.by_source import SourceTotals
-from mmtrain.observe.step_metrics import PlannerMetrics, StepMetrics, Validation
+from mmtrain.observe.step_metrics import StepValues
+from mmtrain.observe.validation import Validation
 from mmtrain.parallel.titan import TensorBoardLogger, WandBLogger
+from mmtrain.run_page.metric_table import source_text
 
 logger = logging.getLogger("mmtrain")
 
@@ -55,32 +56,6 @@ def peak_flops(section: MetricsConfig, device: torch.device) -> float:
                 return flops
         logger.warning("unknown device %r: MFU is not known; set metrics.peak_flops", name)
     return math.nan
-
-
-def memory_gib(device: torch.device) -> tuple[float, float]:
-    """(peak memory of this rank in GiB, percent of the device): the allocator's on a GPU, else the process's.
-
-    Since the peak was last reset, which each step of a job does.
-    """
-    if device.type == "cuda":
-        used, total = (
-            torch.cuda.max_memory_reserved(device),
-            torch.cuda.get_device_properties(device).total_memory,
-        )
-    else:
-        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return used / 2**30, 100 * used / total
-
-
-_LINE_KEYS = (
-    "step", "loss", "grad_norm", "lr", "step_time_s", "data_time_s", "plan_time_s", "tokens", "images", "image_tokens",
-    "sounds", "sound_s", "sound_tokens", "patches", "clips", "frames", "video_tokens", "skipped_samples", "bubble",
-    "deferred_samples", "deferred_images", "deferred_gib", "not_deferred", "assignment_s", "unassigned",
-    "memory_predicted_gib", "memory_measured_gib", "memory_limit_gib", "program_s", "peak_s", "replica_spread_s",
-    "planned_replica_spread_s",
-)  # fmt: skip
-"""Fields of `StepMetrics` in a line of metrics.jsonl, under the same names."""
 
 
 class Reporter:
@@ -117,43 +92,19 @@ class Reporter:
         if section.progress_bar and sys.stderr.isatty():
             self._bar = tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True, file=sys.stderr)
 
-    def step(self, m: StepMetrics, *, quiet: bool = False) -> None:
+    def step(self, m: StepValues, *, quiet: bool = False) -> None:
         """Reports one training step. Args: quiet: to metrics.jsonl only."""
         if not self._enabled:
             return
-        tps = m.tokens / m.step_time_s / m.world_size
-        items_s = (m.clips or m.images) / m.step_time_s
-        item = "clips" if m.clips else "images"
-        sounds = f"sounds/s: {m.sounds / m.step_time_s:.1f} ({m.sound_s:.1f}s of sound)  " if m.sounds else ""
-        self._line(
-            {key: getattr(m, key) for key in _LINE_KEYS}
-            | {"tps": tps, "tflops": m.tflops, "mfu": m.mfu}
-            | {"makespan_s": m.measured_s, "planned_makespan_s": m.planned_s, "makespan_ratio": m.slowdown}
-            | {
-                f"{key}_{name}": getattr(module, key)
-                for key in ("compute_s", "tflops", "mfu", "bubble", "spread_s", "planned_spread_s")
-                for name, module in m.modules.items()
-            }
-            | ({"bubble_other": m.bubble_other} if m.modules else {})
-            | _planner_values(m.planner, "plan_{}")
-            | _source_values(m.sources, "{key}/{name}")
-        )
+        self._line(m.line())
         if quiet:
             return
-        self._say(
-            f"step: {m.step:4d}  loss: {m.loss:7.4f}  grad_norm: {m.grad_norm:7.4f}  "
-            f"memory: {m.memory_gib:.2f}GiB({m.memory_percent:.1f}%)  {_memory_text(m)}"
-            f"tps: {tps:,.0f}  tflops: {m.tflops:.4f}  "
-            + (f"mfu: {100 * m.mfu:.1f}%  " if math.isfinite(m.mfu) else "")
-            + (f"{item}/s: {items_s:.1f}  " if items_s or not sounds else "")
-            + f"{sounds}bubble: {100 * m.bubble:.0f}%"
-            + (f"  {m.planner}" if m.planner else "")
-            + _sources_text(m.sources)
-        )
+        self._say(m.text())
+        step = int(m["step"])
         if self._bar is not None:
-            self._bar.update(m.step - self._bar.n)
-            self._bar.set_postfix(loss=f"{m.loss:.3f}")
-        self._scalars(_scalars(m, tps, f"throughput({item}/s)", items_s), m.step)
+            self._bar.update(step - self._bar.n)
+            self._bar.set_postfix(loss=f"{m['loss']:.3f}")
+        self._scalars(m.scalars(), step)
 
     def validation(self, step: int, result: Validation) -> None:
         """Reports one validation."""
@@ -236,103 +187,9 @@ def _start_wandb(folder: Path, config: dict[str, Any] | None) -> WandBLogger:
         ) from error
 
 
-def _memory_text(m: StepMetrics) -> str:
-    """A step's memory and its limit, for the log line; empty without a limit."""
-    if not math.isfinite(m.memory_limit_gib):
-        return ""
-    measured = f"{m.memory_measured_gib:.2f}" if math.isfinite(m.memory_measured_gib) else "-"
-    return f"predicted: {m.memory_predicted_gib:.2f} measured: {measured} of {m.memory_limit_gib:.2f}GiB  "
-
-
-def _scalars(m: StepMetrics, tps: float, item_tag: str, items_s: float) -> dict[str, float]:
-    """The tensorboard scalars of a step; those of memory, utilisation and makespans only where they are known."""
-    kind = "video" if m.clips else "image"
-    values = {
-        "loss_metrics/global_avg_loss": m.loss,
-        "loss_metrics/global_max_loss": m.max_loss,
-        "grad_norm": m.grad_norm,
-        "lr": m.lr,
-        "throughput(tps)": tps,
-        item_tag: items_s,
-        "tflops": m.tflops,
-        "time_metrics/end_to_end(s)": m.step_time_s,
-        "time_metrics/data_loading(s)": m.data_time_s,
-        "time_metrics/data_loading(%)": 100 * m.data_time_s / m.step_time_s,
-        "time_metrics/planning(s)": m.plan_time_s,
-        "memory/max_reserved(GiB)": m.memory_gib,
-        "memory/max_reserved(%)": m.memory_percent,
-        "pipeline/bubble(%)": 100 * m.bubble,
-        "modality/text/tokens": m.tokens - m.image_tokens - m.sound_tokens - m.video_tokens,
-        f"modality/{kind}/tokens": m.video_tokens if m.clips else m.image_tokens,
-        f"modality/{kind}/count": m.clips or m.images,
-        **({"modality/video/frames": m.frames} if m.clips else {"modality/image/patches": m.patches}),
-        **({"modality/audio/count": m.sounds, "modality/audio/seconds": m.sound_s} if m.sounds else {}),
-        **({"modality/audio/tokens": m.sound_tokens} if m.sounds else {}),
-        "data/skipped_samples": m.skipped_samples,
-        **({"pipeline/deferred_images": m.deferred_images} if m.deferred_images or m.not_deferred else {}),
-        **({"pipeline/not_deferred": m.not_deferred} if m.deferred_images or m.not_deferred else {}),
-    }
-    optional = {
-        "memory/predicted(GiB)": m.memory_predicted_gib,
-        "memory/measured(GiB)": m.memory_measured_gib,
-        "memory/limit(GiB)": m.memory_limit_gib,
-        "mfu(%)": 100 * m.mfu,
-        "pipeline/makespan_measured(s)": m.measured_s,
-        "pipeline/makespan_planned(s)": m.planned_s,
-        "pipeline/makespan_ratio": m.slowdown,
-        "pipeline/bubble_other(%)": 100 * m.bubble_other if m.modules else math.nan,
-        "assignment/replica_spread(s)": m.replica_spread_s,
-        "assignment/replica_spread_planned(s)": m.planned_replica_spread_s,
-        "assignment/seconds": m.assignment_s or math.nan,
-        "assignment/deferred_samples": m.deferred_samples or math.nan,
-        "assignment/deferred(GiB)": m.deferred_gib or math.nan,
-    }
-    for name, module in m.modules.items():
-        optional[f"modality/{name}/compute(s)"] = module.compute_s
-        optional[f"modality/{name}/tflops"] = module.tflops
-        optional[f"modality/{name}/mfu(%)"] = 100 * module.mfu
-        optional[f"modality/{name}/bubble(%)"] = 100 * module.bubble
-        optional[f"modality/{name}/microbatch_spread(s)"] = module.spread_s
-        optional[f"modality/{name}/microbatch_spread_planned(s)"] = module.planned_spread_s
-    values |= {tag: value for tag, value in optional.items() if math.isfinite(value)}
-    return values | _planner_values(m.planner, "planner/{}") | _source_values(m.sources, "sources/{name}/{key}")
-
-
 def _sources_text(sources: Mapping[str, SourceTotals]) -> str:
     """What the log says of several sources; empty of one."""
-    counts = {name: f"{totals.samples} samples" for name, totals in sources.items()}
-    losses = {name: totals.loss for name, totals in sources.items()}
-    parts = (f"{loss:.4f} ({counts[name]})" if loss is not None else counts[name] for name, loss in losses.items())
-    return "".join(f"  {name}: {part}" for name, part in zip(sources, parts, strict=True))
-
-
-def _source_values(sources: Mapping[str, SourceTotals], pattern: str) -> dict[str, float]:
-    """The metrics of several sources, as far as they are known. Args: pattern: of the keys."""
-    values = {
-        pattern.format(key=key, name=name): getattr(totals, key)
-        for key in ("loss", "samples", "tokens")
-        for name, totals in sources.items()
-    }
-    return {key: value for key, value in values.items() if value is not None}
-
-
-def _planner_values(m: PlannerMetrics | None, name: str) -> dict[str, float]:
-    """The planner's metrics; empty if the planner is off. Args: name: pattern of the keys."""
-    if m is None:
-        return {}
-    values = {
-        "evaluations": m.evaluations,
-        "search_s": m.search_s,
-        "makespan_s": m.makespan_s,
-        "first_makespan_s": m.first_s,
-        "lower_bound_s": m.bound_s,
-        "gap": m.gap,
-        "late": m.late,
-        "failed": m.failed,
-        "invalid": m.invalid,
-        "age_s": m.age_s,
-    }
-    return {name.format(key): value for key, value in values.items()}
+    return "".join(f"  {source_text(name, totals.samples, totals.loss)}" for name, totals in sources.items())
 
 
 def _continue_board(board: TensorBoardLogger, start: int) -> None:

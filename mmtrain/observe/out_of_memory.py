@@ -8,7 +8,8 @@ import re
 import shutil
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ from mmtrain.config.memory_amount import show_gib
 from mmtrain.config.sections import MEMORY_STRATEGIES
 from mmtrain.errors import MMTrainError
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
+from mmtrain.observe.observer import RunningStep
+from mmtrain.observe.step_memory import JobMemory
+from mmtrain.parallel.mesh import Mesh
 from mmtrain.parallel.torch_private import dump_cuda_memory
 from mmtrain.planner.iteration import IterationPlan
 from mmtrain.planner.memory.limit import MemoryBudget
@@ -67,6 +71,28 @@ class OutOfMemoryContext:
         assert self.plan.result.timeline is not None
         peaks = self.plan.result.timeline.peak_bytes
         return tuple(rank.predicted_bytes(peak) for rank, peak in zip(self.budget.ranks, peaks, strict=True))
+
+
+@contextmanager
+def explained(config: Config, mesh: Mesh, memory: JobMemory, running: RunningStep) -> Iterator[None]:
+    """A context in which a step runs, and a failed allocation is explained. Raises: MMTrainError: there was one."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        context = OutOfMemoryContext(
+            config=config,
+            step=running.step,
+            rank=mesh.rank,
+            pp_rank=mesh.pp_rank,
+            device=mesh.device,
+            meta=running.meta,
+            plan=running.plan,
+            budget=memory.budget(running.step),
+            measured_bytes=memory.peak_bytes(),
+        )
+        raise explain(error, context) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:

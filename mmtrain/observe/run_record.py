@@ -5,10 +5,8 @@ Rank 0 logs and writes; every rank makes the same calls, as counts and times are
 
 import errno
 import logging
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,78 +19,32 @@ from mmtrain.data.tokenizer import job_tokenizer
 from mmtrain.errors import ConfigError, MMTrainError
 from mmtrain.launch.folder_owner import owned
 from mmtrain.launch.launched import local_world_size
-from mmtrain.modality.metadata import IterationMeta
 from mmtrain.observe.answers import write_answers
-from mmtrain.observe.by_source import SourceTotals
+from mmtrain.observe.batch_metrics import record_batch, record_plan
 from mmtrain.observe.environment import write_environment
-from mmtrain.observe.job_counts import JobCounts, StepCounts
-from mmtrain.observe.job_summary import start_lines
+from mmtrain.observe.job_summary import few_clips, start_lines
 from mmtrain.observe.log_file import LogFile
 from mmtrain.observe.metrics import Reporter, peak_flops
+from mmtrain.observe.observer import FinishedStep, Observer
 from mmtrain.observe.step_files import StepFiles
-from mmtrain.observe.step_memory import MemoryUse
-from mmtrain.observe.step_metrics import StepMetrics, Validation
 from mmtrain.observe.step_timing import StepTiming
+from mmtrain.observe.validation import Validation
 from mmtrain.parallel.collectives import on_rank_zero
 from mmtrain.parallel.mesh import Mesh
-from mmtrain.parallel.optim import lr_factor
-from mmtrain.parallel.planning import Planned, num_cores
-from mmtrain.parallel.runtime import StepOutcome
-from mmtrain.planner.iteration import IterationPlan, IterationPlanner
+from mmtrain.parallel.planning import num_cores
+from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.plan_choice import search_threads
-from mmtrain.spec.spec import Flops
 
 logger = logging.getLogger("mmtrain")
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """What one training step did, with losses over all replicas."""
-
-    loss: float
-    max_loss: float
-    grad_norm: float
-    tokens: int
-    clips: int
-    stop: bool
-    """Whether some rank was asked to stop."""
-    sources: Mapping[str, SourceTotals]
-    """Of several sources; empty of one."""
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether the step may change the weights."""
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FinishedStep:
-    """One training step as a rank knows it when it has ended."""
-
-    step: int
-    result: StepResult
-    outcome: StepOutcome
-    """Of this rank."""
-    meta: IterationMeta
-    plan: IterationPlan
-    planned: Planned | None
-    """None: the planner is off."""
-    memory: MemoryUse
-    data_time_s: float
-    """Seconds waited for the data."""
-    plan_time_s: float
-    """Seconds waited for the plan."""
-    step_time_s: float
-    """Seconds of the whole step, with both waits."""
-
-
-class RunRecord:
+class RunRecord(Observer):
     """The metrics, files and log lines of one run. All methods are collective over the job."""
 
     def __init__(self, config: Config, planner: IterationPlanner, mesh: Mesh, start: int) -> None:
         """Args: start: the run goes on after this step. Raises: ConfigError: its folder cannot be written."""
-        self._counts, self._start = JobCounts(), start
-        self.describe(config, planner, mesh, start)
+        self._start = start
+        self.layout_begins(config, planner, mesh, start)
         self._peak_flops = peak_flops(config.metrics, mesh.device)
         self._is_first, self._log = mesh.rank == 0, LogFile(self._folder, mesh.rank)
         self._reporter = Reporter(
@@ -103,8 +55,10 @@ class RunRecord:
             start=start,
             config=to_dict(config),
         )
+        if mesh.rank == 0:
+            _log_prompts(config)
 
-    def describe(self, config: Config, planner: IterationPlanner, mesh: Mesh, step: int) -> None:
+    def layout_begins(self, config: Config, planner: IterationPlanner, mesh: Mesh, step: int) -> None:
         """Writes the config, the environment and the schedule's file of the steps after `step`, whose layout this is.
 
         Raises: ConfigError: the folder cannot be written.
@@ -127,31 +81,40 @@ class RunRecord:
                 f"job.dump_folder = {str(self._folder)!r} cannot be written: {error.strerror}; name another folder"
             ) from None
 
-    def forget_layout(self) -> None:
-        """Releases the layout, which ends: its groups have threads as long as anything refers to them."""
+    def layout_ends(self) -> None:
+        """See `Observer`."""
         del self._mesh, self._planner
 
-    def step(self, step: FinishedStep) -> None:
+    def after_step(self, step: FinishedStep) -> None:
         """Reports one training step, and writes its files where they are due."""
-        plan = step.plan
-        assert plan.result.plan is not None
+        plan, metrics, shape = step.plan, step.metrics, self._mesh.shape
+        assert plan.result.plan is not None and plan.result.timeline is not None
         timing = StepTiming.gathered(self._mesh, plan.result.plan, step.outcome)
         flops = self._planner.flops(plan.batching)
-        total = sum(f.total for f in flops.values())
-        counts = StepCounts.of(step.meta, plan, total, step.planned, timing.makespan_s).summed(self._mesh)
-        self._counts.add(counts)
+        metrics.record("step", step.step)
+        metrics.record("ranks", shape.world_size)
+        metrics.record("flops", sum(of.total for of in flops.values()))
+        metrics.record("peak_flops", self._peak_flops)
+        metrics.record("replica_spread_s", timing.makespan_s)
+        metrics.record("planned_replica_spread_s", plan.result.timeline.makespan_s)
+        record_batch(metrics, step.meta, plan)
+        if step.planned is not None:
+            record_plan(metrics, step.planned)
+        metrics.reduce()
+        metrics.reduce_max()
         if self._mesh.rank != 0:
             return
-        if self._start + 1 == step.step and counts.samples < self._config.assignment.stable_samples:
+        timing.record(metrics, flops, self._peak_flops * shape.cp * shape.tp, plan.result.timeline)
+        section, steps = self._config.metrics, self._config.training.steps
+        values = metrics.finished()
+        if self._start + 1 == step.step and values["samples"] < self._config.assignment.stable_samples:
             logger.warning(
                 "step %d has %d samples, fewer than assignment.stable_samples = %d: the ratio of the modules' work "
                 "will differ from the one for which they got their ranks; raise training.global_batch_size or "
                 "assignment.samples_per_step",
-                step.step, counts.samples, self._config.assignment.stable_samples,
+                step.step, values["samples"], self._config.assignment.stable_samples,
             )  # fmt: skip
-        section, steps = self._config.metrics, self._config.training.steps
-        quiet = step.step % section.log_freq != 0 and step.step not in (1, steps)
-        self._reporter.step(self._metrics(step, counts, timing, flops), quiet=quiet)
+        self._reporter.step(values, quiet=step.step % section.log_freq != 0 and step.step not in (1, steps))
         files = StepFiles(step=step.step, planner=self._planner, plan=plan, timing=timing)
         if section.trace_freq and step.step % section.trace_freq == 0:
             files.write_trace(self._folder / "traces" / f"step-{step.step}.json")
@@ -159,61 +122,7 @@ class RunRecord:
             files.write_timeline(self._folder / "timelines" / f"step-{step.step}")
             self._reporter.image(step.step, "timeline", files.image)
 
-    def _metrics(
-        self, step: FinishedStep, counts: StepCounts, timing: StepTiming, flops: Mapping[str, Flops]
-    ) -> StepMetrics:
-        """Args: counts: over all replicas. flops: module -> of the step on this replica."""
-        shape, result, memory = self._mesh.shape, step.result, step.memory
-        config, plan = self._config, step.plan
-        assert plan.result.timeline is not None
-        spread_s, planned_spread_s = counts.replica_spreads_s(shape.dp)
-        return StepMetrics(
-            step=step.step,
-            loss=result.loss,
-            max_loss=result.max_loss,
-            grad_norm=result.grad_norm,
-            lr=config.optimizer.lr * lr_factor(config.lr_scheduler, step.step, config.training.steps),
-            step_time_s=step.step_time_s,
-            data_time_s=step.data_time_s,
-            plan_time_s=step.plan_time_s,
-            tokens=result.tokens,
-            images=counts.images,
-            patches=counts.patches,
-            image_tokens=counts.image_tokens,
-            sounds=counts.sounds,
-            sound_s=counts.sound_s,
-            sound_tokens=counts.sound_tokens,
-            clips=counts.clips,
-            frames=counts.frames,
-            video_tokens=counts.video_tokens,
-            skipped_samples=self._counts.skipped_samples,
-            deferred_images=counts.deferred_images,
-            not_deferred=counts.not_deferred,
-            bubble=timing.bubble,
-            flops=counts.flops / shape.world_size,
-            peak_flops=self._peak_flops,
-            memory_gib=memory.reserved_gib,
-            memory_percent=memory.reserved_percent,
-            memory_predicted_gib=memory.predicted_gib,
-            memory_measured_gib=memory.measured_gib,
-            memory_limit_gib=memory.limit_gib,
-            world_size=shape.world_size,
-            measured_s=timing.makespan_s,
-            planned_s=plan.result.timeline.makespan_s,
-            replica_spread_s=spread_s,
-            planned_replica_spread_s=planned_spread_s,
-            deferred_samples=counts.deferred,
-            deferred_gib=plan.deferred_bytes / 2**30,
-            assignment_s=step.meta.assignment.seconds if step.meta.assignment else 0.0,
-            unassigned=self._counts.unassigned,
-            program_s=max(timing.spans_s),
-            peak_s=sum(f.total for f in flops.values()) / (self._peak_flops * shape.cp * shape.tp * shape.pp),
-            modules=timing.modules(flops, self._peak_flops * shape.cp * shape.tp, plan.result.timeline.spread_s),
-            sources=result.sources,
-            planner=self._counts.planner(step.planned) if step.planned else None,
-        )
-
-    def validation(self, step: int, result: Validation) -> None:
+    def validated(self, step: int, result: Validation) -> None:
         """Reports one validation. Args: step: the last one before it."""
         self._reporter.validation(step, result)
         if result.answers:
@@ -238,7 +147,23 @@ def log_start(config: Config, planner: IterationPlanner, device: torch.device, c
         logger.info("%s", line)
 
 
-def log_prompts(config: Config) -> None:
+def log_end(config: Config, step: int, skipped: int, clips: int | None) -> None:
+    """Logs what a run leaves that has trained its last step.
+
+    Args:
+        step: the last one.
+        skipped: steps in a row up to it that changed no weight.
+        clips: seen since the start; None: not known.
+    """
+    if config.checkpoint.enable and step == config.training.steps:
+        logger.info("the model of step %d is in %s", step, Path(config.job.dump_folder) / config.checkpoint.folder)
+    if skipped:
+        logger.info("steps %d to %d were skipped: the weights are those of the step before", step + 1 - skipped, step)
+    if few := few_clips(config, clips):
+        logger.info("%s", few)
+
+
+def _log_prompts(config: Config) -> None:
     """Logs what is amiss with the prompts of a job that reads conversations."""
     if config.model.dit is not None:
         return

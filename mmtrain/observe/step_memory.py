@@ -8,6 +8,7 @@ Linux can count from a given time on.
 import logging
 import math
 import os
+import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from mmtrain.config.config import Config
 from mmtrain.config.memory_amount import GIB, show_bytes
-from mmtrain.observe.metrics import memory_gib
+from mmtrain.observe.step_metrics import Metrics
 from mmtrain.planner.iteration import IterationPlan, IterationPlanner
 from mmtrain.planner.memory.limit import BudgetHistory, MemoryBudget, MemoryRule, least_activation_bytes
 
@@ -112,6 +113,22 @@ class PeakMeter:
         return _status_bytes("VmHWM") if self._resets else None
 
 
+def memory_gib(device: torch.device) -> tuple[float, float]:
+    """(peak memory of this rank in GiB, percent of the device): the allocator's on a GPU, else the process's.
+
+    Since the peak was last reset, which each step of a job does.
+    """
+    if device.type == "cuda":
+        used, total = (
+            torch.cuda.max_memory_reserved(device),
+            torch.cuda.get_device_properties(device).total_memory,
+        )
+    else:
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return used / 2**30, 100 * used / total
+
+
 def _reset_peak() -> bool:
     """Makes Linux count the peak of this process from now on; returns whether it does."""
     try:
@@ -124,20 +141,6 @@ def _reset_peak() -> bool:
 def in_gib(num_bytes: float | None) -> float:
     """Bytes in GiB; NaN if they are not known."""
     return math.nan if num_bytes is None else num_bytes / GIB
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryUse:
-    """Memory of one training step on the most loaded rank of the job; GiB."""
-
-    reserved_gib: float
-    """As `metrics.memory_gib`."""
-    reserved_percent: float
-    predicted_gib: float
-    measured_gib: float
-    """NaN: not known on this system."""
-    limit_gib: float
-    """NaN: no limit."""
 
 
 class JobMemory:
@@ -202,29 +205,25 @@ class JobMemory:
         """The peak of the step on this rank so far; None: not known on this system."""
         return self._meter.peak_bytes()
 
-    def end_step(self, step: int, plan: IterationPlan) -> MemoryUse:
-        """The memory of a step; larger margins for later steps if it exceeded the limit. Collective over the job."""
+    def end_step(self, step: int, plan: IterationPlan, metrics: Metrics) -> None:
+        """Records the memory of a step; larger margins for later steps if it exceeded the limit. Collective over the
+        job."""
         measured, budget = self._meter.peak_bytes(), self._budgets.at(step).ranks[self._pp_rank]
         assert plan.result.timeline is not None
         predicted = budget.predicted_bytes(plan.result.timeline.peak_bytes[self._pp_rank])
-        excess = [0.0] * len(self._budgets.budget.ranks)
+        excess = torch.zeros(len(self._budgets.budget.ranks), dtype=torch.float64)
         if measured is not None and budget.limit_bytes is not None and measured > budget.limit_bytes:
             excess[self._pp_rank] = max(0.0, measured - predicted)
-        needed = list(least_activation_bytes(plan.problem)) if self._budgets.budget.limited else []
-        known = -1.0 if measured is None else in_gib(measured)
-        row = [*memory_gib(self._device), in_gib(predicted), known, *excess, *needed]
-        largest = torch.tensor(row, dtype=torch.float64)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        reserved, percent, most_predicted, most_measured, *of_ranks = largest.tolist()
+        needed = least_activation_bytes(plan.problem) if self._budgets.budget.limited else ()
+        reserved_gib, reserved_percent = memory_gib(self._device)
+        metrics.record("memory_gib", reserved_gib)
+        metrics.record("memory_percent", reserved_percent)
+        metrics.record("memory_predicted_gib", in_gib(predicted))
+        metrics.record("memory_measured_gib", in_gib(measured))
+        metrics.record("memory_limit_gib", in_gib(budget.limit_bytes))
+        largest = metrics.reduce_max(excess=excess, needed=torch.tensor(needed, dtype=torch.float64))
         if needed:
-            self._set_margins(step, of_ranks[: len(excess)], of_ranks[len(excess) :])
-        return MemoryUse(
-            reserved_gib=reserved,
-            reserved_percent=percent,
-            predicted_gib=most_predicted,
-            measured_gib=most_measured if most_measured >= 0 else math.nan,
-            limit_gib=in_gib(budget.limit_bytes),
-        )
+            self._set_margins(step, largest["excess"].tolist(), largest["needed"].tolist())
 
     def _set_margins(self, step: int, excess: Sequence[float], needed: Sequence[float]) -> None:
         """Args: [pp_rank] -> bytes, equal on all ranks. excess: over the prediction where the limit was exceeded.

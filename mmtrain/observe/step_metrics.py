@@ -1,202 +1,158 @@
-"""The measured values of a step and of a validation, as `metrics.py` shows them."""
+"""The metrics of a step: recorded where they are known, shared by all ranks in few collectives, shown by rank 0.
+
+`run_page/metric_table.py` says of each how ranks share it, and where it is shown.
+"""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from mmtrain.data.questions import Answer
-from mmtrain.observe.by_source import SourceTotals
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mmtrain.run_page.metric_table import BY_NAME, METRICS, Metric, Reduce
+
+_UNKNOWN = -math.inf
+"""Sent instead of a NaN, of which the maximum is not defined."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannerMetrics:
-    """Results of the search: of one step on this replica; of the run over all replicas where noted."""
+@dataclass(frozen=True, slots=True)
+class StepValues:
+    """The metrics of one step, as rank 0 shows them."""
 
-    evaluations: int
-    """Plans tried; 0: not known, as of a timed-out search."""
-    search_s: float
-    """Seconds that the search took, during the step before."""
-    makespan_s: float
-    """Simulated makespan of the plan that ran."""
-    first_s: float
-    """Simulated makespan of the first plan; NaN if none fits."""
-    bound_s: float
-    """Lower bound of the makespan of any plan; NaN: not known."""
-    late: int
-    """Steps of the run, over all replicas, that ran the first plan because the search timed out."""
-    failed: int
-    """Because the search raised or found no plan."""
-    invalid: int
-    """Because the searched plan broke a rule."""
-    age_s: float = 0.0
-    """Seconds from the time the searched plan was ready to its use; 0 for a first plan."""
+    values: dict[str, float]
+    """Key -> value, of all metrics."""
+    rows: tuple[tuple[Metric, str], ...]
+    """Metric and the module or source it is of, in the order of the table."""
 
-    @property
-    def gap(self) -> float:
-        """How much longer the plan is than the bound, as a fraction of the bound."""
-        return self.makespan_s / self.bound_s - 1 if self.bound_s > 0 else math.nan
+    def __getitem__(self, key: str) -> float:
+        return self.values[key]
 
-    @property
-    def change(self) -> float:
-        """How much longer the plan is than the first one, as a fraction of that; negative if it is shorter."""
-        return self.makespan_s / self.first_s - 1 if self.first_s > 0 else math.nan
+    def _items(self) -> Iterator[tuple[Metric, str, float]]:
+        return ((metric, of, self.values[metric.name.format(of)]) for metric, of in self.rows)
 
-    def __str__(self) -> str:
-        """The planner's part of the log line, with the values that are known."""
-        parts = [f"{_percent(self.change):+.1f}% vs first"] if math.isfinite(self.change) else []
-        parts += [f"gap {_percent(self.gap):.1f}%"] if math.isfinite(self.gap) else []
-        parts += [f"{self.evaluations} tried in {self.search_s:.2f}s"] if self.evaluations else []
-        text = f"plan: {', '.join(parts) or 'first'}"
-        if self.late or self.failed or self.invalid:
-            text += f"; first plans: {self.late} timed out, {self.failed} failed, {self.invalid} invalid"
-        return text
+    def line(self) -> dict[str, float]:
+        """The line of metrics.jsonl."""
+        return {metric.name.format(of): value for metric, of, value in self._items() if metric.in_file}
+
+    def scalars(self) -> dict[str, float]:
+        """Tag -> value, for tensorboard and wandb."""
+        return {
+            metric.tag.format(of): metric.scale * value if metric.scale != 1 else value
+            for metric, of, value in self._items()
+            if metric.tag and metric.when(self.values, value)
+        }
+
+    def text(self) -> str:
+        """The log line."""
+        parts = (
+            metric.text(self.values, of) if callable(metric.text) else metric.text.format_map(self.values)
+            for metric, of, value in self._items()
+            if metric.text and metric.when(self.values, value)
+        )
+        return "  ".join(part for part in parts if part)
 
 
-def _percent(fraction: float) -> float:
-    """A fraction in percent, rounded to one digit; never -0."""
-    return round(100 * fraction, 1) + 0.0
+@dataclass(slots=True)
+class Metrics:
+    """Takes the values of a step on this rank. All ranks record the same names, in the same order."""
 
+    is_leader: bool = True
+    """Whether this rank speaks for its replica."""
+    _recorded: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Metric -> module or source, or "" -> value."""
+    _local: list[tuple[str, str]] = field(default_factory=list)
+    """Those that wait for the other ranks' values."""
+    _own: dict[str, Metric] = field(default_factory=dict)
+    """Metrics that the table lacks."""
+    _over_run: dict[str, float] = field(default_factory=dict)
+    """Metric -> its sum over the steps."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleMetrics:
-    """One modality module in one step, on this replica."""
+    def start_step(self) -> None:
+        """Forgets the values of the step before."""
+        self._recorded.clear()
+        self._local.clear()
 
-    compute_s: float
-    """Seconds of its actions, all pipeline ranks together."""
-    flops: float
-    """Model FLOPs: no weight gradients of frozen parts; recomputation does not count."""
-    peak_flops: float
-    """FLOP/s of all devices of one pipeline rank (cp x tp); NaN: not known."""
-    bubble: float
-    """Fraction of the pipeline ranks' time in which they waited for this module (`schedule/view/waits.py`)."""
-    spread_s: float = math.nan
-    """Standard deviation of the seconds of its actions for one microbatch; 0 seconds where it has no work."""
-    planned_spread_s: float = math.nan
-    """The same, simulated."""
+    def record(self, name: str, value: float, of: str = "", *, reduce: Reduce | None = None) -> None:
+        """Notes a value of this step.
 
-    @property
-    def tflops(self) -> float:
-        """Model FLOPs a second of one pipeline rank while its actions run, in 10^12; NaN if none ran."""
-        return self.flops / self.compute_s / 1e12 if self.compute_s > 0 else math.nan
+        Args:
+            name: of the table; or a new one, which is then the key in metrics.jsonl and the tag of tensorboard.
+            of: the module or source for `{}` in the name.
+            reduce: of a new name.
+        """
+        if reduce is not None and name not in BY_NAME:
+            self._own[name] = Metric(name=name, tag=name, reduce=reduce)
+        self._recorded.setdefault(name, {})[of] = value
+        if self._metric(name).reduce is not Reduce.LAST:
+            self._local.append((name, of))
 
-    @property
-    def mfu(self) -> float:
-        """Model FLOPs utilisation: achieved over peak FLOP/s; NaN: not known."""
-        return self.tflops * 1e12 / self.peak_flops
+    def __getitem__(self, name: str) -> float:
+        return self._recorded[name][""]
 
+    def _metric(self, name: str) -> Metric:
+        return self._own[name] if name in self._own else BY_NAME[name]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepMetrics:
-    """Metrics of one step, over all replicas unless noted."""
+    def reduce(self, **others: float | Tensor) -> dict[str, Tensor]:
+        """Shares what was recorded since the last call as a sum, a mean or a spread. Collective over the job: one
+        reduction, if there is anything to share.
 
-    step: int
-    loss: float
-    max_loss: float
-    """Largest mean loss of one replica."""
-    grad_norm: float
-    lr: float
-    step_time_s: float
-    data_time_s: float
-    """Seconds waited for the loader; with the planner on, for the batch of the next step."""
-    plan_time_s: float
-    """Seconds of planning, lowering and checking; with the planner on, seconds waited for it."""
-    tokens: int
-    images: int
-    image_tokens: int
-    """The part of `tokens` that are image tokens."""
-    patches: int
-    """Encoder rows."""
-    clips: int
-    frames: int
-    """Latent frames of the clips."""
-    video_tokens: int
-    """The part of `tokens` that are latents."""
-    skipped_samples: int
-    """Samples dropped since the run started."""
-    deferred_images: int = 0
-    """Images that were encoded with the microbatch before."""
-    not_deferred: int = 0
-    """Microbatches whose images were not, as the pair did not fit into the memory limits."""
-    bubble: float
-    """Idle fraction of the pipeline ranks of this replica."""
-    flops: float
-    """Model FLOPs of one device in this step: no weight gradients of frozen parts, no padding."""
-    peak_flops: float
-    """FLOP/s of one device; NaN: not known."""
-    memory_gib: float
-    """Largest peak of the pipeline ranks of this replica."""
-    memory_percent: float
-    world_size: int
-    sounds: int = 0
-    sound_s: float = 0.0
-    """Seconds of them, without the silence that fills windows."""
-    sound_tokens: int = 0
-    """The part of `tokens` that are tokens of sound."""
-    memory_predicted_gib: float = math.nan
-    """Predicted peak of the most loaded rank: its static memory and the plan's peak of activations."""
-    memory_measured_gib: float = math.nan
-    """Measured peak of the most loaded rank; NaN: not known on this system."""
-    memory_limit_gib: float = math.nan
-    """Memory limit of a rank; NaN: no limit."""
-    measured_s: float = math.nan
-    """Makespan of the pipeline of this replica: from the first start of an action to the last end."""
-    planned_s: float = math.nan
-    """The same, simulated."""
-    program_s: float = math.nan
-    """Seconds of the longest program of this replica's pipeline ranks, of which `bubble` is a fraction."""
-    peak_s: float = math.nan
-    """Seconds that the model FLOPs of this replica take its devices at their peak; NaN: the peak is not known."""
-    replica_spread_s: float = math.nan
-    """Standard deviation of the makespans of the replicas."""
-    planned_replica_spread_s: float = math.nan
-    """The same, simulated."""
-    deferred_samples: int = 0
-    """Documents whose images were encoded with the microbatch before theirs."""
-    deferred_gib: float = 0.0
-    """Activations of their encoder works on all pipeline ranks of this replica."""
-    assignment_s: float = 0.0
-    """Seconds that the assignment of samples took where the batch was made; 0 without one."""
-    unassigned: int = 0
-    """Steps of the run in which the policy could not place the samples, so that first-fit did."""
-    modules: Mapping[str, ModuleMetrics] = field(default_factory=dict)
-    """Module -> its part of the step."""
-    sources: Mapping[str, SourceTotals] = field(default_factory=dict)
-    """Of several sources: name -> its part of the step."""
-    planner: PlannerMetrics | None = None
-    """None if the planner is off."""
+        Returns: the sums over all ranks of other values, by their names.
+        """
+        return self._reduced(dist.ReduceOp.SUM, others)
 
-    @property
-    def tflops(self) -> float:
-        """Model FLOPs of one device a second, in 10^12."""
-        return self.flops / self.step_time_s / 1e12
+    def reduce_max(self, **others: float | Tensor) -> dict[str, Tensor]:
+        """The same for maxima."""
+        return self._reduced(dist.ReduceOp.MAX, others)
 
-    @property
-    def mfu(self) -> float:
-        """Model FLOPs utilisation: achieved over peak FLOP/s; NaN: not known."""
-        return self.tflops * 1e12 / self.peak_flops
+    def _reduced(self, operation: dist.ReduceOp.RedOpType, others: dict[str, float | Tensor]) -> dict[str, Tensor]:
+        is_max = operation == dist.ReduceOp.MAX
+        due = [key for key in self._local if (self._metric(key[0]).reduce is Reduce.MAX) == is_max]
+        self._local = [key for key in self._local if key not in due]
+        rows = [torch.tensor(self._parts(*key), dtype=torch.float64) for key in due]
+        rows += [torch.as_tensor(value, dtype=torch.float64) for value in others.values()]
+        if not rows:
+            return {}
+        flat = torch.cat([row.flatten() for row in rows])
+        dist.all_reduce(flat, op=operation)
+        parts = [part.view(row.shape) for part, row in zip(flat.split([r.numel() for r in rows]), rows, strict=True)]
+        for key, part in zip(due, parts, strict=False):
+            self._take(*key, part.tolist())
+        return dict(zip(others, parts[len(due) :], strict=True))
 
-    @property
-    def slowdown(self) -> float:
-        """Measured over planned makespan."""
-        return self.measured_s / self.planned_s if self.planned_s > 0 else math.nan
+    def _parts(self, name: str, of: str) -> list[float]:
+        """What this rank adds to the reduction of a value."""
+        value, reduce = float(self._recorded[name][of]), self._metric(name).reduce
+        if reduce is Reduce.MAX:
+            return [_UNKNOWN if math.isnan(value) else value]
+        parts = {Reduce.SUM: [value], Reduce.MEAN: [value, 1.0], Reduce.SPREAD: [value, 1.0, value**2]}[reduce]
+        return parts if self.is_leader else [0.0] * len(parts)
 
-    @property
-    def bubble_other(self) -> float:
-        """The part of the bubble that is due to no module: transfers, starts of actions, gathers and reductions."""
-        return self.bubble - sum(module.bubble for module in self.modules.values())
+    def _take(self, name: str, of: str, parts: list[float]) -> None:
+        """Args: parts: of all ranks together."""
+        value, reduce = parts[0], self._metric(name).reduce
+        if reduce is Reduce.MAX:
+            value = math.nan if value == _UNKNOWN else value
+        elif reduce is Reduce.MEAN:
+            value /= parts[1]
+        elif reduce is Reduce.SPREAD:
+            value = max(0.0, parts[2] / parts[1] - (value / parts[1]) ** 2) ** 0.5
+        self._recorded[name][of] = int(value) if isinstance(self._recorded[name][of], int) else value
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Validation:
-    """Results of one validation, over all replicas."""
-
-    loss: float
-    """Mean over labelled tokens, or over all numbers of the latents."""
-    accuracy: Mapping[str, tuple[int, int]]
-    """Grade -> (answers right, answers)."""
-    shuffled_loss: float | None = None
-    """Loss with each clip under the caption of another one; None: not measured."""
-    sources: Mapping[str, SourceTotals] = field(default_factory=dict)
-    """Of several sources: name -> its part of the validation."""
-    answers: tuple[Answer, ...] = ()
-    """To held-out questions (`validation.generate`), on rank 0."""
+    def finished(self) -> StepValues:
+        """The values of the step, which were reduced, and those that follow from them; counts of the run go on."""
+        for metric in METRICS:
+            if metric.over_run and metric.name in self._recorded:
+                added = self[metric.name] if metric.over_run == "sum" else int(self[metric.name] > 0)
+                self._over_run[metric.name] = self._over_run.get(metric.name, 0) + added
+                self._recorded[metric.name][""] = self._over_run[metric.name]
+        values = {name.format(of): value for name, found in self._recorded.items() for of, value in found.items()}
+        for metric in METRICS:
+            if metric.of is not None:
+                values[metric.name] = metric.of(values)
+                self._recorded[metric.name] = {"": values[metric.name]}
+        rows = (
+            (metric, of) for metric in (*METRICS, *self._own.values()) for of in self._recorded.get(metric.name, ())
+        )
+        return StepValues(values, tuple(rows))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from mmtrain.launch.launched import local_world_size
-from mmtrain.observe.step_metrics import ModuleMetrics
+from mmtrain.observe.step_metrics import Metrics
 from mmtrain.parallel.mesh import Mesh
 from mmtrain.parallel.runtime import StepOutcome
 from mmtrain.schedule.plan import Plan
@@ -76,29 +76,33 @@ class StepTiming:
     def _available_s(self) -> float:
         return max(self.spans_s) * len(self.spans_s)
 
-    def modules(
-        self, flops: Mapping[str, Flops], peak_flops: float, planned_spread_s: Mapping[str, float]
-    ) -> dict[str, ModuleMetrics]:
-        """Module -> time of its actions, and idle time due to them.
+    def record(self, metrics: Metrics, flops: Mapping[str, Flops], peak_flops: float, planned: Timeline) -> None:
+        """Records the pipeline's times, and of each module the time of its actions and the idle time due to them.
 
         Args:
             flops: module -> model FLOPs of the step on this replica.
-            peak_flops: of all devices of a pipeline rank (cp x tp) together.
-            planned_spread_s: module -> simulated `Timeline.spread_s`.
+            peak_flops: of all devices of a pipeline rank (cp x tp) together; NaN: not known.
+            planned: the simulated timeline.
         """
-        timeline, names = self.timeline(), [module.name for module in self.plan.graph.modules]
-        waited, seconds, spread_s = self.waits.module_s(len(names)), timeline.microbatch_s, timeline.spread_s
-        return {
-            name: ModuleMetrics(
-                compute_s=sum(seconds.get(name, ())),
-                flops=flops[name].total if name in flops else 0.0,
-                peak_flops=peak_flops,
-                bubble=waited[index] / self._available_s,
-                spread_s=spread_s.get(name, math.nan),
-                planned_spread_s=planned_spread_s.get(name, math.nan),
-            )
-            for index, name in enumerate(names)
-        }
+        names = [module.name for module in self.plan.graph.modules]
+        bubbles = [waited / self._available_s for waited in self.waits.module_s(len(names))]
+        metrics.record("bubble", self.bubble)
+        metrics.record("bubble_other", self.bubble - sum(bubbles))
+        metrics.record("program_s", max(self.spans_s))
+        metrics.record("makespan_s", self.makespan_s)
+        metrics.record("planned_makespan_s", planned.makespan_s)
+        metrics.record("peak_s", sum(f.total for f in flops.values()) / (peak_flops * len(self.spans_s)))
+        timeline, planned_spread_s = self.timeline(), planned.spread_s
+        seconds, spread_s = timeline.microbatch_s, timeline.spread_s
+        for name, bubble in zip(names, bubbles, strict=True):
+            compute_s, total = sum(seconds.get(name, ())), flops[name].total if name in flops else 0.0
+            per_s = total / compute_s if compute_s > 0 else math.nan
+            metrics.record("compute_s_{}", compute_s, name)
+            metrics.record("tflops_{}", per_s / 1e12, name)
+            metrics.record("mfu_{}", per_s / peak_flops, name)
+            metrics.record("bubble_{}", bubble, name)
+            metrics.record("spread_s_{}", spread_s.get(name, math.nan), name)
+            metrics.record("planned_spread_s_{}", planned_spread_s.get(name, math.nan), name)
 
     def timeline(self) -> Timeline:
         """The timeline for drawings."""

@@ -1,19 +1,104 @@
-"""The results of validation: mean loss, and answers by grade."""
+"""Validation: mean loss, and answers by grade, on held-out data."""
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mmtrain.data.questions import Key
+from mmtrain.config.sections import ValidationConfig
+from mmtrain.data.questions import Answer, Key
 from mmtrain.modality.metadata import IterationMeta
-from mmtrain.models.batch import IGNORE_INDEX
-from mmtrain.observe.by_source import source_totals
-from mmtrain.observe.step_metrics import Validation
+from mmtrain.models.batch import IGNORE_INDEX, with_other_captions
+from mmtrain.observe.by_source import SourceTotals, source_sums, source_totals
 from mmtrain.parallel.mesh import Mesh
+from mmtrain.parallel.replica_data import Item, ReplicaData
+from mmtrain.parallel.runtime import StepOutcome
 from mmtrain.planner.iteration import IterationPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    """Results of one validation, over all replicas."""
+
+    loss: float
+    """Mean over labelled tokens, or over all numbers of the latents."""
+    accuracy: Mapping[str, tuple[int, int]]
+    """Grade -> (answers right, answers)."""
+    shuffled_loss: float | None = None
+    """Loss with each clip under the caption of another one; None: not measured."""
+    sources: Mapping[str, SourceTotals] = field(default_factory=dict)
+    """Of several sources: name -> its part of the validation."""
+    answers: tuple[Answer, ...] = ()
+    """To held-out questions (`validation.generate`), on rank 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardPass:
+    """A batch that went through the pipeline without gradients."""
+
+    plan: IterationPlan
+    outcome: StepOutcome
+    """Of this rank."""
+    loss_sum: float
+    """This rank's share of the replica's loss."""
+    num_targets: int
+    """Of the replica: what the loss is a sum over."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validator:
+    """Validates a job at one layout. All methods are collective over the job."""
+
+    section: ValidationConfig
+    data: ReplicaData
+    mesh: Mesh
+    sources: Sequence[str]
+    """Names of several sources; empty of one."""
+    forward: Callable[[Item, int], ForwardPass]
+    """Runs a batch. Second argument: its number, which seeds the noise of clips."""
+
+    def validate(self) -> Validation:
+        """Loss and answers on held-out data.
+
+        An answer is right if every one of its tokens is the most likely one after the right prefix, which
+        is when greedy decoding would write it.
+        """
+        result = self._of(self.data.validation(self.section.steps))
+        if self.section.shuffled_captions:
+            shuffled = self._of(self.data.validation(self.section.steps, with_other_captions))
+            result = dataclasses.replace(result, shuffled_loss=shuffled.loss)
+        if self.section.generate:
+            result = dataclasses.replace(result, answers=self.data.answers(self._next_tokens))
+        return result
+
+    def _next_tokens(self, item: Item) -> dict[Key, int]:
+        """The most likely next token of each question, over all replicas."""
+        done = self.forward(item, 0)
+        return next_tokens(done.plan, item.meta, self._predictions(done, item))
+
+    def _predictions(self, done: ForwardPass, item: Item) -> dict[int, Tensor]:
+        """work -> predicted token of each labelled position, on one rank of a submesh; elsewhere empty."""
+        predictions = whole_predictions(done.plan, item.labels, done.outcome.predictions, self.mesh)
+        return predictions if self.mesh.place.cp == self.mesh.place.tp == 0 else {}
+
+    def _of(self, items: Iterator[Item]) -> Validation:
+        mesh = self.mesh
+        loss_sum, num_targets = 0.0, 0
+        accuracy: dict[str, tuple[int, int]] = {}
+        by_source = torch.zeros(len(self.sources), 4, dtype=torch.float64)
+        for number, item in enumerate(items):
+            done = self.forward(item, number)
+            predictions, outcome = self._predictions(done, item), done.outcome
+            loss_sum += done.loss_sum
+            by_source += source_sums(self.sources, done.plan, item.meta, item.labels, outcome.position_losses, mesh)
+            if outcome.losses and mesh.place.cp == mesh.place.tp == 0:
+                num_targets += done.num_targets
+                count_answers(done.plan, item.meta, item.labels, predictions, accuracy)
+        return validation_of_all(loss_sum, num_targets, accuracy, self.sources, by_source)
 
 
 def count_answers(

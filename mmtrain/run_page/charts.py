@@ -7,6 +7,7 @@ from typing import Any
 
 from mmtrain.run_page.breakdown_chart import HUES as HUES_OF_PARTS
 from mmtrain.run_page.measured import breakdown
+from mmtrain.run_page.metric_table import METRICS
 from mmtrain.run_page.runs import Run
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.view.drawing import COLOURS
@@ -20,8 +21,8 @@ Pair = tuple[str, str]
 
 HUES: tuple[Pair, ...] = tuple((kinds[Kind.B], kinds[Kind.F]) for kinds in COLOURS)
 GREY: Pair = ("#6b7680", "#9aa5ae")
-_LAST_COUNTS = frozenset({"plan_late", "plan_failed", "plan_invalid", "skipped_samples"})
-"""Counted over the run: the last of several steps is shown, not their mean."""
+_COUNTS = frozenset(metric.name for metric in METRICS if metric.over_run)
+"""The last of several steps is shown, not their mean."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,7 +287,7 @@ def _points(run: Run, curve: _Curve) -> tuple[list[int], list[float | None]] | N
     if all(value is None for value in values):
         return None
     scaled = [None if value is None else value * curve.scale for value in values]
-    last = curve.of in _LAST_COUNTS
+    last = curve.of in _COUNTS
     return thinned([line["step"] for line in lines], scaled, last=last)
 
 

@@ -10,7 +10,7 @@ from mmtrain.data.questions import Answer
 from mmtrain.observe.answers import log_lines, markdown, write_answers
 from mmtrain.observe.log_file import setup_logging
 from mmtrain.observe.metrics import Reporter
-from mmtrain.observe.step_metrics import Validation
+from mmtrain.observe.validation import Validation
 
 ANSWERS = tuple(
     Answer(question=question, reference="4", answer=answer, right=answer == "4", images=images)

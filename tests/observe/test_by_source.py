@@ -43,7 +43,7 @@ def test_each_position_belongs_to_the_source_of_its_document():
     losses = {0: torch.tensor([1.0, 2.0, 4.0]), 1: torch.tensor([8.0])}
     plan = planner.plan(meta, forward_only=True)
     sums = source_sums(("a", "b", "c"), plan, meta, labels, losses, LeaderAlone())
-    assert source_totals(("a", "b", "c"), sums.flatten()) == {
+    assert source_totals(("a", "b", "c"), sums) == {
         "a": SourceTotals(1, 4, 1, 4.0),
         "b": SourceTotals(2, 8, 3, 11.0),
         "c": SourceTotals(0, 0, 0, 0.0),

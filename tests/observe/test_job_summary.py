@@ -12,9 +12,9 @@ from mmtrain.data.questions import Answer
 from mmtrain.observe.job_summary import FEW_CLIPS, few_clips, start_lines
 from mmtrain.observe.log_file import setup_logging
 from mmtrain.observe.metrics import Reporter
-from mmtrain.observe.step_metrics import PlannerMetrics, StepMetrics, Validation
+from mmtrain.observe.validation import Validation
 from mmtrain.simulator.job import job_planner
-from tests.observe.test_metrics import STEP
+from tests.observe.test_metrics import PLANNER, step_of
 
 ROOT = Path(__file__).resolve().parents[2]
 LOGGED = re.compile(r"^\d\d:\d\d:\d\d (.*)$", re.MULTILINE)
@@ -123,16 +123,13 @@ def printed(tmp_path, capsys) -> list[str]:
     setup_logging(0)
     section = MetricsConfig(enable_tensorboard=False, progress_bar=False)
     reporter = Reporter(section, tmp_path, enabled=True, steps=10, start=0)
-    planner = PlannerMetrics(
-        evaluations=36, search_s=0.25, makespan_s=0.9, first_s=1.0, bound_s=0.75, late=0, failed=0, invalid=0
-    )
     grades = dict.fromkeys(("easy", "hard", "medium", "text"), (1, 2))
     answers = [
         Answer(question=f"<image>\n{question}?", reference="no", answer=answer, right=answer == "no", images=(b"",))
         for question, answer in (("A question", "yes"), ("Another", "no"))
     ]
     reporter.validation(0, Validation(loss=2.0, accuracy=grades, answers=tuple(answers)))
-    reporter.step(StepMetrics(**STEP | {"peak_flops": float("nan")}, planner=planner))
+    reporter.step(step_of(**PLANNER, peak_flops=float("nan")))
     reporter.close()
     return LOGGED.findall(capsys.readouterr().out)
 

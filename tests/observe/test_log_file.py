@@ -11,7 +11,7 @@ from mmtrain.config.sections import MetricsConfig
 from mmtrain.errors import ConfigError
 from mmtrain.observe.log_file import LogFile, setup_logging
 from mmtrain.observe.metrics import Reporter
-from mmtrain.observe.step_metrics import Validation
+from mmtrain.observe.validation import Validation
 
 logger = logging.getLogger("mmtrain")
 

@@ -1,4 +1,3 @@
-import dataclasses
 import json
 import logging
 import math
@@ -8,18 +7,41 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mmtrain.config.sections import MetricsConfig
-from mmtrain.observe.by_source import SourceTotals
+from mmtrain.observe.by_source import SourceTotals, record_sources
 from mmtrain.observe.log_file import setup_logging
-from mmtrain.observe.metrics import Reporter, memory_gib, peak_flops
-from mmtrain.observe.step_metrics import ModuleMetrics, PlannerMetrics, StepMetrics, Validation
+from mmtrain.observe.metrics import Reporter, peak_flops
+from mmtrain.observe.step_memory import memory_gib
+from mmtrain.observe.step_metrics import Metrics
+from mmtrain.observe.validation import Validation
+from mmtrain.run_page.metric_table import BY_NAME, METRICS, Reduce
+from tests.ranks import run_ranks
 
 STEP = {
     "step": 1, "loss": 2.0, "max_loss": 2.5, "grad_norm": 1.5, "lr": 0.1, "step_time_s": 0.5, "data_time_s": 0.1,
     "plan_time_s": 0.05, "tokens": 1000, "images": 10, "image_tokens": 100, "patches": 400,
-    "clips": 0, "frames": 0, "video_tokens": 0,
-    "skipped_samples": 1, "bubble": 0.25, "flops": 1e9, "peak_flops": 1e10, "memory_gib": 1.5,
-    "memory_percent": 10.0, "world_size": 4,
+    "clips": 0, "frames": 0, "video_tokens": 0, "sounds": 0, "sound_s": 0.0, "sound_tokens": 0,
+    "skipped_samples": 1, "bubble": 0.25, "flops": 4e9, "peak_flops": 1e10, "memory_gib": 1.5,
+    "memory_percent": 10.0, "ranks": 4, "deferred_images": 0, "not_deferred": 0,
+    "memory_predicted_gib": math.nan, "memory_measured_gib": math.nan, "memory_limit_gib": math.nan,
+    "makespan_s": math.nan, "planned_makespan_s": math.nan,
 }  # fmt: skip
+PLANNER = {
+    "plan_evaluations": 120, "plan_search_s": 0.25, "plan_makespan_s": 0.9, "plan_first_makespan_s": 1.0,
+    "plan_lower_bound_s": 0.75, "plan_gap": 0.9 / 0.75 - 1, "plan_late": 0, "plan_failed": 0, "plan_invalid": 0,
+}  # fmt: skip
+
+
+def recorded(metrics=None, **changes):
+    """The values of a step in which one rank recorded these."""
+    metrics = metrics or Metrics()
+    metrics.start_step()
+    for name, value in (STEP | changes).items():
+        metrics.record(name, value)
+    return metrics
+
+
+def step_of(**changes):
+    return recorded(**changes).finished()
 
 
 def reporter(folder, **changes):
@@ -34,7 +56,7 @@ def lines(folder):
 def test_a_step_is_one_line_with_rates_per_device(tmp_path, capsys):
     setup_logging(0)
     report = reporter(tmp_path)
-    report.step(StepMetrics(**STEP))
+    report.step(step_of())
     report.close()
     out = capsys.readouterr().out
     # 1000 tokens in 0.5 s on 4 devices; 1e9 FLOPs in 0.5 s of 1e10 FLOP/s.
@@ -50,7 +72,7 @@ def test_a_step_is_one_line_with_rates_per_device(tmp_path, capsys):
 def test_a_text_to_video_job_counts_clips_and_compares_captions(tmp_path, capsys):
     setup_logging(0)
     report = reporter(tmp_path)
-    report.step(StepMetrics(**STEP | {"images": 0, "image_tokens": 0, "clips": 6, "frames": 48, "video_tokens": 900}))
+    report.step(step_of(**{"images": 0, "image_tokens": 0, "clips": 6, "frames": 48, "video_tokens": 900}))
     report.validation(1, Validation(loss=0.5, accuracy={}, shuffled_loss=0.75))
     report.close()
     step, validation = capsys.readouterr().out.splitlines()
@@ -63,13 +85,11 @@ def test_a_text_to_video_job_counts_clips_and_compares_captions(tmp_path, capsys
 
 def test_what_the_search_came_to_is_seen_everywhere(tmp_path, capsys):
     setup_logging(0)
-    planner = PlannerMetrics(
-        evaluations=120, search_s=0.25, makespan_s=0.9, first_s=1.0, bound_s=0.75, late=0, failed=0, invalid=0
-    )
-    unknown = dataclasses.replace(planner, evaluations=0, first_s=math.nan, bound_s=math.nan, late=2, invalid=1)
+    missing = dict.fromkeys(("plan_first_makespan_s", "plan_lower_bound_s", "plan_gap"), math.nan)
+    unknown = PLANNER | missing | {"plan_evaluations": 0, "plan_late": 2, "plan_invalid": 1}
     report = reporter(tmp_path)
-    report.step(StepMetrics(**STEP, planner=planner))
-    report.step(StepMetrics(**STEP | {"step": 2}, planner=unknown))
+    report.step(step_of(**PLANNER))
+    report.step(step_of(**unknown, step=2))
     report.close()
     one, two = capsys.readouterr().out.splitlines()
     assert one.endswith("bubble: 25%  plan: -10.0% vs first, gap 20.0%, 120 tried in 0.25s")
@@ -84,9 +104,9 @@ def test_memory_beside_its_limit_is_in_the_line(tmp_path, capsys):
     setup_logging(0)
     known = {"memory_predicted_gib": 1.2, "memory_measured_gib": 1.345}
     report = reporter(tmp_path)
-    report.step(StepMetrics(**STEP, **known, memory_limit_gib=2.0))
-    report.step(StepMetrics(**STEP | {"step": 2}, memory_predicted_gib=1.2, memory_limit_gib=2.0))
-    report.step(StepMetrics(**STEP | {"step": 3}, **known))
+    report.step(step_of(**known, memory_limit_gib=2.0))
+    report.step(step_of(step=2, memory_predicted_gib=1.2, memory_limit_gib=2.0))
+    report.step(step_of(step=3, **known))
     report.close()
     one, two, three = capsys.readouterr().out.splitlines()
     assert "memory: 1.50GiB(10.0%)  predicted: 1.20 measured: 1.34 of 2.00GiB  tps: 500" in one
@@ -99,13 +119,13 @@ def test_memory_beside_its_limit_is_in_the_line(tmp_path, capsys):
 def test_a_resumed_run_drops_lines_of_steps_that_it_repeats(tmp_path):
     report = reporter(tmp_path)
     for step in (1, 2, 3):
-        report.step(StepMetrics(**STEP | {"step": step}))
+        report.step(step_of(step=step))
     report.validation(2, Validation(loss=1.0, accuracy={"easy": (1, 2)}))
     report.close()
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 4, "lo')  # cut short by a kill
     report = reporter(tmp_path, start=2)
-    report.step(StepMetrics(**STEP | {"step": 3, "loss": 7.0}))
+    report.step(step_of(**{"step": 3, "loss": 7.0}))
     report.close()
     found = lines(tmp_path)
     assert [(line["step"], line.get("loss")) for line in found] == [(1, 2.0), (2, 2.0), (2, None), (3, 7.0)]
@@ -121,7 +141,7 @@ def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path, start, valu
         if first == 0:
             report.validation(0, Validation(loss=scale, accuracy={}))
         for step in steps:
-            report.step(StepMetrics(**STEP | {"step": step, "grad_norm": scale * step}))
+            report.step(step_of(**{"step": step, "grad_norm": scale * step}))
         report.close()
     events = EventAccumulator(str(tmp_path / "tb"))
     events.Reload()
@@ -134,7 +154,7 @@ def test_a_new_run_starts_a_new_file_and_quiet_steps_are_in_it(tmp_path, capsys)
     for _ in range(2):
         report = reporter(tmp_path)
         report.validation(0, Validation(loss=1.0, accuracy={}))
-        report.step(StepMetrics(**STEP | {"loss": float("nan")}), quiet=True)
+        report.step(step_of(**{"loss": float("nan")}), quiet=True)
         report.close()
     assert "step:    1" not in capsys.readouterr().out
     assert [line["step"] for line in lines(tmp_path)] == [0, 1]
@@ -143,7 +163,7 @@ def test_a_new_run_starts_a_new_file_and_quiet_steps_are_in_it(tmp_path, capsys)
 
 def test_a_rank_that_does_not_report_writes_nothing(tmp_path):
     report = reporter(tmp_path, enabled=False)
-    report.step(StepMetrics(**STEP))
+    report.step(step_of())
     report.validation(0, Validation(loss=1.0, accuracy={}))
     report.close()
     assert list(tmp_path.iterdir()) == []
@@ -165,14 +185,12 @@ def test_without_a_known_peak_there_is_no_mfu_but_flops(tmp_path, capsys):
     assert math.isnan(peak)
     setup_logging(0)
     report = reporter(tmp_path)
-    vision = ModuleMetrics(compute_s=0.25, flops=1e9, peak_flops=peak, bubble=0.25)
-    report.step(StepMetrics(**STEP | {"peak_flops": peak, "modules": {"vision": vision}}))
+    report.step(step_of(peak_flops=peak))
     report.close()
     out = capsys.readouterr().out
     assert "tps: 500  tflops: 0.0020  images/s: 20.0" in out
     (line,) = lines(tmp_path)
     assert (line["tflops"], line["mfu"]) == (pytest.approx(2e-3), None)
-    assert (line["tflops_vision"], line["mfu_vision"]) == (pytest.approx(4e-3), None)
 
 
 def test_memory_of_a_process():
@@ -183,10 +201,10 @@ def test_memory_of_a_process():
 
 
 def test_a_plan_at_the_bound_has_no_gap_with_a_sign():
-    tied = PlannerMetrics(
-        evaluations=36, search_s=0.01, makespan_s=1.0 - 1e-15, first_s=1.0, bound_s=1.0, late=0, failed=0, invalid=0
-    )
-    assert str(tied) == "plan: +0.0% vs first, gap 0.0%, 36 tried in 0.01s"
+    made = 1.0 - 1e-15
+    tied = {"plan_evaluations": 36, "plan_search_s": 0.01, "plan_makespan_s": made, "plan_gap": made - 1.0}
+    text = step_of(**PLANNER | tied | {"plan_lower_bound_s": 1.0}).text()
+    assert text.endswith("plan: +0.0% vs first, gap 0.0%, 36 tried in 0.01s")
 
 
 def test_several_sources_are_seen_by_their_names(tmp_path, capsys, monkeypatch):
@@ -195,7 +213,9 @@ def test_several_sources_are_seen_by_their_names(tmp_path, capsys, monkeypatch):
     report = reporter(tmp_path)
     scalars = []
     monkeypatch.setattr(report, "_scalars", lambda values, step: scalars.append(values))
-    report.step(StepMetrics(**STEP, sources=sources))
+    metrics = recorded()
+    record_sources(metrics, tuple(sources), torch.tensor([(3, 600, 50, 100.0), (1, 400, 0, 0.0)]))
+    report.step(metrics.finished())
     report.validation(1, Validation(loss=1.0, accuracy={}, sources=sources))
     report.close()
     step, validation = capsys.readouterr().out.splitlines()
@@ -208,3 +228,64 @@ def test_several_sources_are_seen_by_their_names(tmp_path, capsys, monkeypatch):
     assert second["loss_by_source"] == {"charts": 2.0}
     assert (scalars[0]["sources/charts/loss"], scalars[0]["sources/clips/tokens"]) == (2.0, 400)
     assert scalars[1]["validation_metrics/loss/charts"] == 2.0
+
+
+def test_counts_of_the_run_go_on_from_step_to_step():
+    metrics = Metrics()
+    found = [recorded(metrics, unassigned=n, plan_late=n).finished() for n in (0, 3, 2)]
+    assert [values["skipped_samples"] for values in found] == [1, 2, 3]
+    assert [values["plan_late"] for values in found] == [0, 3, 5]
+    assert [values["unassigned"] for values in found] == [0, 1, 2]  # steps
+
+
+def shared(rank):
+    """Two replicas of two ranks, of which the first ones speak."""
+    metrics, calls = Metrics(is_leader=rank % 2 == 0), []
+    original = torch.distributed.all_reduce
+
+    def counted(*args, **kwargs):
+        calls.append(kwargs)
+        return original(*args, **kwargs)
+
+    torch.distributed.all_reduce = counted
+    metrics.record("images", 10 + rank)
+    metrics.record("sound_s", 0.5)
+    metrics.record("replica_spread_s", 1.0 + rank)
+    metrics.record("memory_gib", float(rank))
+    metrics.record("memory_measured_gib", math.nan if rank else 2.0)
+    metrics.record("mine", 3.0 + rank, reduce=Reduce.MEAN)
+    metrics.record("loss", 7.0 + rank)
+    others = metrics.reduce(loss=1.0 + rank, rows=torch.tensor([[1, rank], [0, 2]]))
+    largest = metrics.reduce_max(excess=torch.tensor([rank, -rank]))
+    nothing = (metrics.reduce(), metrics.reduce_max())
+    names = ("images", "sound_s", "replica_spread_s", "memory_gib", "memory_measured_gib", "mine", "loss")
+    found = {name: metrics[name] for name in names}
+    return found, others["loss"].item(), others["rows"].tolist(), largest["excess"].tolist(), len(calls), nothing
+
+
+@pytest.mark.ranks
+def test_values_of_all_ranks_become_one_in_two_reductions():
+    for rank, (found, loss, rows, excess, calls, nothing) in enumerate(run_ranks(shared, 4)):
+        assert found == {
+            "images": 22, "sound_s": 1.0, "replica_spread_s": 1.0, "memory_gib": 3.0, "memory_measured_gib": 2.0,
+            "mine": 4.0, "loss": 7.0 + rank,
+        }  # fmt: skip
+        assert isinstance(found["images"], int)
+        assert (loss, rows, excess) == (10.0, [[4.0, 6.0], [0.0, 8.0]], [3.0, 0.0])
+        assert (calls, nothing) == (2, ({}, {}))
+
+
+def test_a_metric_of_an_observer_needs_no_table():
+    metrics = recorded()
+    metrics.record("weights/largest", 3.5, reduce=Reduce.LAST)
+    values = metrics.finished()
+    assert values.line()["weights/largest"] == values.scalars()["weights/largest"] == 3.5
+    with pytest.raises(KeyError, match="no_such"):
+        metrics.record("no_such", 1.0)
+
+
+def test_names_and_tags_are_one_each():
+    assert len(BY_NAME) == len(METRICS)
+    tags = [metric.tag for metric in METRICS if metric.tag]
+    assert len(set(tags)) == len(tags)
+    assert {metric.over_run for metric in METRICS} == {"", "sum", "steps"}

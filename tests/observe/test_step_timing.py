@@ -1,17 +1,14 @@
 """Numbers of a step from a hand-made timeline."""
 
-import json
-import math
-
 import pytest
 
 from mmtrain.observe.step_files import flops_of
-from mmtrain.observe.step_metrics import StepMetrics
+from mmtrain.observe.step_metrics import Metrics
 from mmtrain.observe.step_timing import StepTiming, planned_timing
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.simulate import simulate
 from mmtrain.spec.spec import Flops
-from tests.observe.test_metrics import STEP, lines, reporter
+from tests.observe.test_metrics import lines, recorded, reporter, step_of
 from tests.schedule.problems import option, two_modules
 
 PROBLEM = two_modules(2, [1, 0], vision=option(1.0, 2.0), language=option(2.0, 4.0))
@@ -31,36 +28,35 @@ def measured(*, zero: float = 100.0, span_s: float = 25.0) -> StepTiming:
     )
 
 
+def of_modules(timing: StepTiming, flops: dict[str, Flops], peak: float, metrics: Metrics) -> Metrics:
+    timing.record(metrics, flops, peak, TIMELINE)
+    return metrics
+
+
 def test_the_parts_of_the_modules() -> None:
     timing = measured()
-    modules = timing.modules(FLOPS, 2.0, TIMELINE.spread_s)
-    # The second microbatch has no image.
-    assert {name: (m.spread_s, m.planned_spread_s) for name, m in modules.items()} == {
-        "vision": (3.0, 3.0),
-        "language": (0.0, 0.0),
-    }
-    assert {name: m.compute_s for name, m in modules.items()} == {"vision": 6.0, "language": 24.0}
-    assert (modules["vision"].mfu, modules["language"].mfu) == (3 / (6 * 2), 24 / (24 * 2))
+    line = of_modules(timing, FLOPS, 2.0, recorded()).finished().line()
+    found = {key: (line[f"{key}_vision"], line[f"{key}_language"]) for key in ("compute_s", "mfu", "tflops", "bubble")}
+    assert found["compute_s"] == (6.0, 24.0)
+    assert found["mfu"] == (3 / (6 * 2), 24 / (24 * 2))
+    assert found["tflops"] == pytest.approx((3 / 6 / 1e12, 24 / 24 / 1e12))
     # The longest program counts for both ranks, as in the bubble of the whole.
-    assert (modules["vision"].bubble, modules["language"].bubble) == (5 / 50, 11 / 50)
-    assert timing.bubble == pytest.approx(1 - 30 / 50)
-    assert timing.makespan_s == pytest.approx(23.0)
+    assert found["bubble"] == (5 / 50, 11 / 50)
+    assert line["bubble"] == pytest.approx(1 - 30 / 50)
+    assert line["makespan_s"] == pytest.approx(23.0)
+    # The second microbatch has no image.
+    assert (line["spread_s_vision"], line["planned_spread_s_vision"]) == (3.0, 3.0)
+    assert (line["spread_s_language"], line["planned_spread_s_language"]) == (0.0, 0.0)
+    assert line["peak_s"] == (3 + 24) / (2.0 * 2)  # of two ranks
 
 
-def test_metrics_have_the_parts_and_they_add_up(tmp_path, capsys):
-    timing = measured()
+def test_metrics_have_the_parts_and_they_add_up(tmp_path):
     report = reporter(tmp_path)
-    metrics = StepMetrics(
-        **STEP | {"bubble": timing.bubble},
-        measured_s=timing.makespan_s,
-        planned_s=TIMELINE.makespan_s / 2,
-        modules=timing.modules(FLOPS, 2.0, TIMELINE.spread_s),
-    )
-    report.step(metrics)
-    report.step(StepMetrics(**STEP | {"step": 2}))
+    report.step(of_modules(measured(), FLOPS, 2.0, recorded()).finished())
+    report.step(step_of(step=2))
     report.close()
     first, second = lines(tmp_path)
-    assert (first["makespan_s"], first["planned_makespan_s"], first["makespan_ratio"]) == pytest.approx((23, 11.5, 2))
+    assert (first["makespan_s"], first["planned_makespan_s"], first["makespan_ratio"]) == pytest.approx((23, 23, 1))
     assert (first["mfu_vision"], first["mfu_language"]) == (0.25, 0.5)
     assert (first["compute_s_vision"], first["compute_s_language"]) == (6.0, 24.0)
     assert first["bubble_other"] == pytest.approx((50 - 30 - 16) / 50)
@@ -71,13 +67,14 @@ def test_metrics_have_the_parts_and_they_add_up(tmp_path, capsys):
 def test_a_module_without_work_has_no_mfu(tmp_path):
     problem = two_modules(2, [0], language=option(1.0, 2.0))
     plan = Plan.parse(problem.graph, "2F0.0 2B0.0\n3F0.0 3B0.0")
-    timing = planned_timing(plan, simulate(problem, plan))
-    modules = timing.modules({"language": Flops(forward=12.0)}, 4.0, {})
-    assert math.isnan(modules["vision"].mfu) and modules["language"].mfu == 0.5
+    timeline = simulate(problem, plan)
+    metrics = recorded()
+    planned_timing(plan, timeline).record(metrics, {"language": Flops(forward=12.0)}, 4.0, timeline)
     report = reporter(tmp_path)
-    report.step(StepMetrics(**STEP, modules=modules))
+    report.step(metrics.finished())
     report.close()
-    assert json.loads((tmp_path / "metrics.jsonl").read_text())["mfu_vision"] is None
+    (line,) = lines(tmp_path)
+    assert (line["mfu_vision"], line["mfu_language"]) == (None, 0.5)
 
 
 def test_the_timeline_is_that_of_the_plan():

@@ -51,6 +51,8 @@ class State(NamedTuple):
     """[node]"""
     component: Any
     """[node]"""
+    microbatch: Any
+    """[node] -> index of its microbatch among those of the iteration."""
     has_backward: Any
     """[node]"""
     split: Any
@@ -82,7 +84,8 @@ class State(NamedTuple):
     every: Any
     """[side] -> how many of one stage run in a row; 0: no such rule."""
     waits: Any
-    """[side] -> whether `every` waits for its stage; else it goes on to the next stage that can run."""
+    """[side] -> whether `every` counts microbatches of the iteration and waits for its stage; else it goes on to the
+    next stage that can run."""
     cursor: Any
     """[side] -> position, in the direction of traversal, of the stage that `every` is at."""
     served: Any
@@ -179,6 +182,8 @@ def head(t: Any, rank: int, slot: int, promise: int) -> int:
             if item >= 0 and (best < 0 or t.age[item] < t.age[best]):
                 best = item
         return best
+    if t.waits[side]:
+        return head_of_group(t, rank, slot, promise)  # type: ignore[no-any-return]
     count = high - low
     begin = t.cursor[side]
     if t.every[side] and t.served[side] >= t.every[side]:
@@ -186,14 +191,26 @@ def head(t: Any, rank: int, slot: int, promise: int) -> int:
     for i in range(count):
         position = (begin + i) % count
         stage = t.stages[low + position if t.order[side] == BREADTH else high - 1 - position]
-        if not t.remaining[slot * t.sizes[1] + stage]:
-            continue
         item = ready_of_stage(t, slot, stage, promise)
         if item >= 0:
             return item
-        if t.waits[side]:
-            return -1
     return -1
+
+
+def head_of_group(t: Any, rank: int, slot: int, promise: int) -> int:
+    """The F or B of the stage whose turn it is, the first that has not run all of the oldest group of `every`
+    microbatches; -1: it waits."""
+    side, low, high = 2 * rank + slot, t.first_stage[rank], t.first_stage[rank + 1]
+    turn = oldest = -1
+    for i in range(high - low):
+        stage = t.stages[low + i if t.order[side] == BREADTH else high - 1 - i]
+        row = slot * t.sizes[1] + stage
+        if t.remaining[row]:
+            group = t.microbatch[t.queue[t.at[row]] % t.sizes[0]] // t.every[side]
+            if turn < 0 or group < oldest:
+                turn, oldest = stage, group
+    item = ready_of_stage(t, slot, turn, promise) if turn >= 0 else -1
+    return item if item >= 0 and t.microbatch[item % t.sizes[0]] // t.every[side] == oldest else -1
 
 
 def choose(t: Any, rank: int, promise: int) -> int:
@@ -356,8 +373,8 @@ def run(t: Any) -> int:
 
 
 KERNELS = (
-    admits, allowed, ready_of_stage, head, weight, choose, hold, occupy, leave_queue, start, awaken, arrive,
-    finish, run,
+    admits, allowed, ready_of_stage, head_of_group, head, weight, choose, hold, occupy, leave_queue, start, awaken,
+    arrive, finish, run,
 )  # fmt: skip
 
 

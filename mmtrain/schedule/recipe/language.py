@@ -34,7 +34,8 @@ class Traversal:
     """That many of one stage run in a row before the traversal moves on to the next stage (and from the last to the
     first); 0: after each action the traversal begins again."""
     wait: bool = False
-    """With `every`: a stage that has nothing ready is waited for. Else the next stage that can run has its turn."""
+    """With `every`: a stage that has nothing ready is waited for, until it has run all works of the next `every`
+    microbatches. Else the next stage that can run has its turn."""
 
     def __post_init__(self) -> None:
         _word("Traversal.order", self.order, get_args(Order))
@@ -158,9 +159,11 @@ class Recipe:
     backward: Order | Traversal = "breadth"
     """Which stage's backward is first."""
     in_flight: Limit | None = None
-    """How many (microbatch, stage) pairs a rank may have between the start of F and the end of `until`: of all ranks,
-    [rank], [rank][its stages, front layers first], or a function of a `RankInfo`. None: no limit. One microbatch always
-    has room, and a forward starts only if all microbatches in flight can still run to their end, oldest first."""
+    """How many (microbatch, stage) pairs of one module a rank may have between the start of F and the end of `until`:
+    of all ranks, [rank], [rank][its stages, front layers first], or a function of a `RankInfo`. None: no limit. Numbers
+    of ranks are for a model of one module: where a rank trains several, each has P more for every trained stage of the
+    rank beyond those of its placement. One microbatch always has room, and a forward starts only if all microbatches in
+    flight can still run to their end, oldest first."""
     until: Until = "B"
     """Where a pair's flight ends. I: its input-gradient pass. B, W: the whole backward, also a split one."""
     split_backward: bool = False

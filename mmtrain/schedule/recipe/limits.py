@@ -85,18 +85,21 @@ class Limits:
                 self.levels.append(Level(pool, amount, kept))
 
     def _pools_of_stages(self, graph: WorkGraph, stages: Sequence[Sequence[int]]) -> list[list[int]]:
-        """[stage] -> pool, three times: of ranks, of single stages, of modules on ranks."""
+        """[stage] -> pool, three times: by `in_flight` of ranks, of single stages, and of overrides of modules."""
         self.of_ranks = [NO_LIMIT] * graph.num_ranks
         of_rank, of_stage, of_module = ([-1] * len(graph.stage_rank) for _ in range(3))
         for rank, chunks in enumerate(stages):
             rule = self._recipe.overrides.get(rank)
             if rule and rule.in_flight is not None:
-                limit = self._value(rule.in_flight, f"overrides[{rank}].in_flight", rank, chunks)
+                given, where = rule.in_flight, f"overrides[{rank}].in_flight"
             else:
-                limit = self._value(self._of_rank(self._recipe.in_flight, "in_flight", rank), "in_flight", rank, chunks)
+                given, where = self._of_rank(self._recipe.in_flight, "in_flight", rank), "in_flight"
+            limit = self._value(given, where, rank, chunks)
             if isinstance(limit, int):
-                self._add(of_rank, chunks, limit, f"in_flight = {limit} of rank {rank}")
-                self.of_ranks[rank] = limit
+                of_chains = self._of_chains(rank, chunks, limit, exact=callable(given))
+                for local, most in of_chains:
+                    self._add(of_rank, local, most, f"in_flight = {limit} of rank {rank}")
+                self.of_ranks[rank] = min(NO_LIMIT, sum(most for _, most in of_chains))
             elif limit is not None:
                 for stage, number in zip(chunks, limit, strict=True):
                     self._add(of_stage, [stage], number, f"in_flight = {number} of stage {stage}")
@@ -113,6 +116,28 @@ class Limits:
                         raise RecipeError(f"Recipe.{where} = {shown(rule.in_flight)}; give a number, or one a rank")
                     self._add(of_module, local, limit, f"in_flight = {limit} of {name} on rank {rank}")
         return [of_rank, of_stage, of_module]
+
+    def _of_chains(
+        self, rank: int, stages: Sequence[int], limit: int, *, exact: bool
+    ) -> list[tuple[Sequence[int], int]]:
+        """The stages of each module on a rank that count together, and their limit.
+
+        With several modules a microbatch is on its way longer than through the one chain that the limit is for: for
+        each stage of the rank beyond those of one module, P pairs more may be in flight.
+
+        Args: exact: the limit knows all stages of the rank.
+        """
+        graph = self._graph
+        chains = [
+            [stage for stage in stages if graph.module_of[stage] == module]
+            for module in dict.fromkeys(graph.module_of[stage] for stage in self._trained.intersection(stages))
+        ]
+        if len(chains) < 2 or exact:
+            return [(chain, limit) for chain in chains]
+        count = len(self._trained.intersection(stages))
+        passes = [self._recipe.placement_of(graph.modules[graph.module_of[chain[0]]].name).passes for chain in chains]
+        more = [graph.num_ranks * max(0, count - given) for given in passes]
+        return [(chain, min(NO_LIMIT, limit + extra)) for chain, extra in zip(chains, more, strict=True)]
 
     def _add(self, pools: list[int], stages: Sequence[int], limit: int, where: str) -> None:
         for stage in stages:

@@ -171,6 +171,7 @@ class RecipeRun:
     def _of_items(self) -> dict[str, Any]:
         graph, items = self.graph, self.items
         lockstep = self.recipe.clock == "lockstep"
+        number = {microbatch: i for i, microbatch in enumerate(sorted({work.microbatch for work in graph.works}))}
         message_s = [*([0.0] * items.num_messages if lockstep else self.problem.message_s), 0.0]
         dependents, of_item = _rows([[item for item, _ in row] for row in items.dependents])
         num_actions = items.num_nodes + sum(items.has_backward) + sum(self.split) + len(graph.instructions)
@@ -185,6 +186,7 @@ class RecipeRun:
             "status": [kernel.WAITING] * items.num_items,
             "stage": items.stage,
             "component": [self.component[work] for work in items.work],
+            "microbatch": [number[graph.works[work].microbatch] for work in items.work],
             "has_backward": items.has_backward,
             "split": self.split,
             "begun": [-1] * num_actions,

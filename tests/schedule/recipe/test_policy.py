@@ -90,7 +90,26 @@ def test_limits_of_stages_of_modules_and_by_function():
     by_module = plan_of(Recipe(overrides={"vision": Rule(in_flight=[2, 1])}), problem)
     assert most_of(by_module, 0, 0) == 2 and most_of(by_module, 1, 1) == 1
     by_function = plan_of(Recipe(in_flight=lambda rank: rank.num_chunks * (rank.num_ranks - rank.rank)), problem)
-    assert simulate(problem, by_function).peak_bytes == (4.0, 2.0)
+    assert [most_of(by_function, rank, stage) for stage, rank in enumerate((0, 1, 0, 1))] == [4, 2, 2, 1]
+
+
+def test_a_limit_of_a_rank_counts_for_each_module_and_grows_by_the_way_through_the_others():
+    """Two ranks with a stage of each of two modules: each module has P = 2 pairs more. The language model gets no more
+    microbatches than the last rank of the encoder lets through."""
+    forwards_first = Recipe(first="forward", in_flight=[2, 1])
+    plan = plan_of(forwards_first, two_modules(2, [1] * 9))
+    assert [most_of(plan, rank, stage) for stage, rank in enumerate((0, 1, 0, 1))] == [4, 3, 3, 3]
+    frozen = two_modules(2, [1] * 9, vision=halves(1, 0, 0))
+    plan = plan_of(forwards_first, frozen)
+    assert [most_of(plan, rank, 2 + rank) for rank in (0, 1)] == [2, 1]
+
+
+def test_a_waiting_traversal_counts_microbatches_of_the_iteration():
+    """Of groups of two microbatches all images, then both texts, whatever the number of images."""
+    waiting = Traversal("breadth", every=2, wait=True)
+    plan = plan_of(Recipe(first="forward", forward=waiting), two_modules(1, [1, 0, 2, 1, 0, 0]))
+    forwards = " ".join(str(action) for action in plan.orders[0] if action.kind is Kind.F)
+    assert forwards == "0F0.0 1F0.0 1F1.0 0F2.0 0F2.1 0F3.0 1F2.0 1F3.0 1F4.0 1F5.0"
 
 
 def most_of(plan: Plan, rank: int, stage: int) -> int:

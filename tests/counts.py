@@ -1,4 +1,4 @@
-"""python benchmarks/counts.py [--list]
+"""python tests/counts.py [--list]
 
 How large the package is, as a reader meets it: lines, files and functions that are long, import cycles, the largest
 room, and files outside of a model family's folder that name it. `--list` also prints each of them.
