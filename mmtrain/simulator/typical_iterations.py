@@ -24,7 +24,6 @@ from mmtrain.planner.partition.partition import Partition
 from mmtrain.planner.plan import make_plan
 from mmtrain.planner.plan_choice import search_options
 from mmtrain.planner.problem import make_problem
-from mmtrain.planner.search.numba_start import HAS_NUMBA
 from mmtrain.planner.search.search import SearchOptions, search, shortest_s, with_options_chosen
 from mmtrain.schedule.library.catalogue import Schedule
 from mmtrain.schedule.problem import PlanningProblem
@@ -267,7 +266,7 @@ class TypicalIterations:
 
 def _has_search(section: PlannerConfig) -> bool:
     """Whether the planner's search is more than the plan of `interleave`."""
-    return section.strategy != "first" and HAS_NUMBA
+    return section.strategy != "first"
 
 
 def _falling(meta: IterationMeta) -> IterationMeta:
