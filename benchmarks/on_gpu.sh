@@ -4,8 +4,10 @@
 # What only a machine with a CUDA device can show, in parts of at most ten minutes, 25 in all. The machine needs Python
 # 3.12, torch with CUDA and transformers, and no network: what else is missing comes as wheels.
 #
-#   pack FOLDER  here, with a network: FOLDER/mmtrain (the tree of HEAD) and FOLDER/mmtrain/wheels, 64 MiB at most
-#   setup        installs those wheels that are missing, and says what is still not there
+#   pack FOLDER  here, with a network: FOLDER/mmtrain (the tree of HEAD, wheels) and FOLDER/compiler (numba's wheels,
+#                this script), 64 MiB at most each; carry them one after the other to the same machine
+#   wheels       there, in FOLDER/compiler: installs its wheels
+#   setup        there, in FOLDER/mmtrain: installs those wheels that are missing, and says what is still not there
 #   tests        pytest -m gpu
 #   ranks        two ranks on one device over gloo: streams, events, offloading, memory limits, all axes
 #   attention    FlexAttention against SDPA: times and memory (that they give the same is one of the tests)
@@ -24,26 +26,38 @@ REPORT=${REPORT:-on_gpu_report} WHEELS=${WHEELS:-wheels} SITE=${SITE:-${TMPDIR:-
 export PYTHONPATH="$PWD:$SITE${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1
 export HF_HUB_OFFLINE=1
 
-# Small enough to carry. numba (64 MB with llvmlite) and pyarrow (50 MB) are not: mmtrain runs without them.
+# Small enough to carry with the tree. pyarrow (55 MB) is not, and jsonl files need none.
 CARRIED="torchtitan==0.3.0 spmd_types==0.2.3 torch_checkpointing==0.1.1 torchdata==0.11.0 tyro==1.0.17
   docstring_parser==0.18.0 typeguard==4.6.0 einops==0.8.2 diffusers==0.42.1 importlib_metadata==10.2.0 zipp==4.1.2
   accelerate==1.15.0 peft==0.21.2 tqdm==4.70.1 pillow==13.0.0 safetensors==0.8.0 pytest==9.2.0 pluggy==1.7.0
   iniconfig==2.3.1 hypothesis==6.170.15 sortedcontainers==2.4.0 tensorboard==2.21.0 absl-py==2.5.1
   protobuf==7.36.2 Markdown==3.11.3 Werkzeug==3.1.9"
+COMPILER="numba==0.68.1 llvmlite==0.50.0"
 LARGEST_KIB=65536
 
-pack() {
-  local folder=${1:?name a folder to make}/mmtrain
-  [ -e "$folder" ] && { echo "$folder exists already; remove it or name another folder"; return 1; }
-  mkdir -p "$folder" && git archive HEAD | tar -x -C "$folder" || return 1
-  # shellcheck disable=SC2086  # a list of words
+download() {
+  local folder=$1
+  shift
   "$PYTHON" -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version 3.12 \
     --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 \
-    --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -d "$folder/wheels" $CARRIED || return 1
+    --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -d "$folder/wheels" "$@" || return 1
   local kib
   kib=$(du -sk "$folder" | cut -f1)
   echo "$folder: $(du -sk "$folder/wheels" | cut -f1) KiB of wheels, $kib KiB in all"
-  [ "$kib" -le "$LARGEST_KIB" ] || { echo "that is more than $LARGEST_KIB KiB; shorten CARRIED"; return 1; }
+  [ "$kib" -le "$LARGEST_KIB" ] || { echo "that is more than $LARGEST_KIB KiB; shorten its list of wheels"; return 1; }
+}
+
+pack() {
+  local folder=${1:?name a folder to make}
+  [ -e "$folder" ] && { echo "$folder exists already; remove it or name another folder"; return 1; }
+  mkdir -p "$folder/mmtrain" "$folder/compiler/benchmarks" && git archive HEAD | tar -x -C "$folder/mmtrain" || return 1
+  cp benchmarks/on_gpu.sh benchmarks/on_gpu_setup.py "$folder/compiler/benchmarks" || return 1
+  # shellcheck disable=SC2086  # lists of words
+  download "$folder/mmtrain" $CARRIED && download "$folder/compiler" $COMPILER
+}
+
+wheels() {
+  "$PYTHON" benchmarks/on_gpu_setup.py --only-install "$WHEELS" "$SITE"
 }
 
 setup() {
@@ -68,7 +82,7 @@ one_gpu() {
 }
 
 # Seconds that a part may take: all of them together 25 minutes.
-declare -A LIMIT=([setup]=60 [tests]=240 [ranks]=420 [attention]=360 [one_gpu]=420)
+declare -A LIMIT=([wheels]=60 [setup]=60 [tests]=240 [ranks]=420 [attention]=360 [one_gpu]=420)
 
 run_part() {
   local part=$1 start=$SECONDS status
@@ -86,7 +100,7 @@ run_part() {
 
 case "${1:-}" in
   pack) pack "${2:-}" ;;
-  setup | tests | ranks | attention | one_gpu) run_part "$1" ;;
+  wheels | setup | tests | ranks | attention | one_gpu) run_part "$1" ;;
   all)
     failed=0
     for part in setup tests ranks attention one_gpu; do run_part "$part" || failed=1; done

@@ -1,4 +1,4 @@
-"""python benchmarks/on_gpu_setup.py WHEELS SITE    (benchmarks/on_gpu.sh setup runs it)
+"""python benchmarks/on_gpu_setup.py [--only-install] WHEELS SITE    (benchmarks/on_gpu.sh setup runs it)
 
 Installs into the folder SITE those wheels of the folder WHEELS whose package is not there yet, and prints what the
 machine has: devices, versions, and what mmtrain does without. Exit status 1 if it lacks what nothing can stand in for.
@@ -12,11 +12,20 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-NEEDED = ("torch", "transformers", "numpy", "PIL", "safetensors", "tokenizers", "tqdm", "huggingface_hub")
+NEEDED = (
+    "torch",
+    "transformers",
+    "numpy",
+    "PIL",
+    "safetensors",
+    "tokenizers",
+    "tqdm",
+    "huggingface_hub",
+    "torchtitan",
+    "numba",
+    "tensorboard",
+)
 WITHOUT = {
-    "torchtitan": "meshes and optimizers by torch alone",
-    "numba": "no search for plans; those of interleave",
-    "tensorboard": "no tensorboard files",
     "diffusers": "no text-to-video models",
     "peft": "no adapters",
     "accelerate": "no comparison with Hugging Face's Trainer",
@@ -42,8 +51,10 @@ def install(wheels: Path, site: Path) -> list[str]:
 
 
 def main() -> None:
-    wheels, site = (Path(word) for word in sys.argv[1:])
+    wheels, site = (Path(word) for word in sys.argv[-2:])
     print("installed:", *install(wheels, site) or ["nothing"], sep="\n  ")
+    if "--only-install" in sys.argv:
+        return
     missing = [name for name in NEEDED if not importlib.util.find_spec(name)]
     if missing:
         sys.exit(f"missing: {', '.join(missing)}")

@@ -50,7 +50,6 @@ def _plan(args: argparse.Namespace) -> int:
     from mmtrain.planner.bound import lower_bound_s
     from mmtrain.planner.plan import make_plan
     from mmtrain.planner.plan_json import plan_to_json
-    from mmtrain.planner.search.numba_start import HAS_NUMBA
     from mmtrain.planner.search.search import SearchOptions, warm
     from mmtrain.schedule.io.strict_json import json_path, write_text
     from mmtrain.schedule.problem import PlanningProblem
@@ -97,8 +96,6 @@ def _plan(args: argparse.Namespace) -> int:
     makespan, bound = result.makespan_s, lower_bound_s(problem)
     gap = f", {100 * (makespan / bound - 1):.2f} % over the lower bound {bound:.6g} s" if bound > 0 else ""
     print(f"{result.status}: {result.message}")
-    if not HAS_NUMBA:
-        print("no search, as numba is not installed: this is the plan of interleave")
     mean = f", mean over draws {result.expected_s:.6g} s" if result.expected_s else ""
     print(f"makespan {makespan:.6g} s{gap}{mean}; bubble {100 * result.timeline.bubble:.2f} %")
     for rank, (limit, peak) in enumerate(zip(problem.memory_limit_bytes, result.timeline.peak_bytes, strict=True)):

@@ -79,11 +79,8 @@ class Reporter:
             self._wandb = _start_wandb(folder, config)
         self._file = _continue_jsonl(folder / "metrics.jsonl", start)
         if section.enable_tensorboard:
-            try:
-                self._board = TensorBoardLogger(str(folder / section.save_tb_folder))
-                _continue_board(self._board, start)
-            except ModuleNotFoundError as error:  # torchtitan's needs it when it is imported
-                logger.warning("metrics.enable_tensorboard: no files for it, as %s is not installed", error.name)
+            self._board = TensorBoardLogger(str(folder / section.save_tb_folder))
+            _continue_board(self._board, start)
         if section.progress_bar and sys.stderr.isatty():
             self._bar = tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True, file=sys.stderr)
 

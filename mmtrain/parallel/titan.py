@@ -3,8 +3,6 @@
 What of torchtitan 0.3 serves is taken as it is. Not taken, because it does not fit: its checkpoint
 manager writes in place (ours renames a finished folder), its learning-rate container refuses a rank
 without trainable parameters (a pipeline rank of frozen layers), its metrics line is fixed.
-
-Where torchtitan (or a package that it imports) is not installed, `without_titan` has the same from torch.
 """
 
 import logging
@@ -13,29 +11,18 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+import torchtitan.tools.utils as _titan_utils
 
 import mmtrain.parallel.torch_private  # noqa: F401  registers the backend of axes of size 1
 
-try:
-    import torchtitan.tools.utils as _titan_utils
+if not torch.cuda.is_available():
+    # torchtitan falls back to "cuda" on a machine without one; the names below are read at import.
+    _titan_utils.device_type, _titan_utils.device_module = "cpu", torch.cpu
 
-    if not torch.cuda.is_available():
-        # torchtitan falls back to "cuda" on a machine without one; the names below are read at import.
-        _titan_utils.device_type, _titan_utils.device_module = "cpu", torch.cpu
-
-    from torchtitan.components.metrics import TensorBoardLogger, WandBLogger
-    from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
-    from torchtitan.components.optimizer.utils import init_optim_state
-    from torchtitan.distributed.parallel_dims import ParallelDims
-except ModuleNotFoundError:
-    from mmtrain.parallel.without_titan import (
-        OptimizersContainer,
-        ParallelDims,
-        ParamGroupConfig,
-        TensorBoardLogger,
-        WandBLogger,
-        init_optim_state,
-    )
+from torchtitan.components.metrics import TensorBoardLogger, WandBLogger
+from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+from torchtitan.components.optimizer.utils import init_optim_state
+from torchtitan.distributed.parallel_dims import ParallelDims
 
 from mmtrain.config.topology import MeshShape
 

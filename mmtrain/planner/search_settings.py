@@ -4,7 +4,6 @@ import hashlib
 
 from mmtrain.config.sections import PlannerConfig
 from mmtrain.costs.noise import EXACT, Noise
-from mmtrain.planner.search.numba_start import HAS_NUMBA
 from mmtrain.planner.search.search import SearchOptions
 
 PLANNED = "planned"
@@ -65,8 +64,6 @@ def show_switches(section: PlannerConfig, threads: int) -> str:
     switches = ", ".join(f"{name.replace('_', ' ')} {_word(getattr(section, name))}" for name in names)
     budget = [f"{section.budget_evaluations} evaluations"] if section.budget_evaluations else []
     budget += [f"{section.budget_s:g} s"] if section.budget_s else []
-    if not HAS_NUMBA:
-        return f"planner: on; {cut}, {switches}; no search, as numba is not installed: plans are those of interleave"
     who = "on every rank" if section.distributed else "on the first rank of a replica"
     return (
         f"planner: on; {cut}, {switches}; {section.strategy}, {' or '.join(budget) or 'no search'}, "

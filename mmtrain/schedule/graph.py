@@ -50,7 +50,7 @@ class Link:
 class Instruction:
     """One action of a registered kind: what it waits for, and what waits for it, all on its stage's rank.
 
-    A collective of several ranks is an instruction on each of them, in the same order on all.
+    A user registers its kind (`Kind.register`) and a handler for it with the runtime.
     """
 
     kind: Kind

@@ -23,7 +23,6 @@ from mmtrain.planner.partition.partition import Partition
 from mmtrain.planner.plan import JobMethod, make_plan
 from mmtrain.planner.problem import make_problem
 from mmtrain.planner.result import PlanResult
-from mmtrain.planner.search.numba_start import HAS_NUMBA
 from mmtrain.planner.search.search import SearchOptions, shortest_s
 from mmtrain.planner.search_settings import search_options
 from mmtrain.schedule.library.catalogue import Schedule
@@ -265,7 +264,7 @@ class TypicalIterations:
 
 def _has_search(section: PlannerConfig) -> bool:
     """Whether the planner's search is more than the plan of `interleave`."""
-    return section.strategy != "first" and HAS_NUMBA
+    return section.strategy != "first"
 
 
 def _falling(meta: IterationMeta) -> IterationMeta:

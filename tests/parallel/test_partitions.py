@@ -108,7 +108,7 @@ def test_every_layout(shape, cases):
 
 @pytest.mark.parametrize("shape", PLANE_TABLE, ids=identify)
 def test_the_language_model_begins_on_a_later_rank(shape):
-    assert cut(PLANES["language on a later rank"], shape).text_rank == 1
+    assert cut(PLANES["language on a later rank"], shape).tie_ranks[0] == 1
 
 
 OPEN_KEYS = ["model.encoder.num_segments=0", "model.language.num_segments=0", "lr_scheduler.decay_ratio=0"]
@@ -136,7 +136,7 @@ def test_the_job_of_that_test_has_its_language_model_on_another_rank(tmp_path, c
     ranks = {
         how: Trainer(
             config.load(path, [*layout(pp=2), *OPEN_KEYS, f"planner.partition={how}"])
-        ).planner.partition.text_rank
+        ).job.partition.tie_ranks[0]
         for how in ("dip", "mixed-latency")
     }
     assert ranks == {"dip": 0, "mixed-latency": 1}

@@ -80,4 +80,4 @@ def test_mixed_partitions_send_latents_and_captions_to_other_ranks(pp):
     parts = cut(CASES["mixed, frozen text encoder"], MeshShape(pp=pp))
     assert [stage.pp_rank for stage in parts.of_module("vae")] == [0]
     assert parts.of_module("dit")[0].pp_rank > 0
-    assert parts.text_rank == 1
+    assert parts.tie_ranks[0] == 1

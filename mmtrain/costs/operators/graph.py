@@ -7,7 +7,7 @@ Source: DIP, arXiv:2504.14145, section 6.1; PipeWeaver's SEMU, section 4.1.
 """
 
 import heapq
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -144,10 +144,6 @@ class Graph:
                     f"edge {source} -> {target}: the graph has operators 0..{len(self.operators) - 1}; name two of them"
                 )
         _ = self.producer, self.order
-
-    def with_edges(self, edges: Iterable[tuple[int, int]]) -> "Graph":
-        """The graph with more edges. Raises: PlanError: an edge names an unknown operator or closes a cycle."""
-        return replace(self, edges=self.edges | frozenset(edges))
 
     @cached_property
     def producer(self) -> tuple[int, ...]:

@@ -5,32 +5,13 @@ Sizes are those of one rank: a linear layer whose outputs four ranks divide has 
 Reads and writes count each operand of each kernel of eager PyTorch once; caches are ignored.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from mmtrain.costs.operators.functions import add
 from mmtrain.costs.operators.graph import OpKind, Phase, Shape
 from mmtrain.costs.operators.tape import Gradients, Parameter, Var
 from mmtrain.spec.spec import Rates
-
-Module = Callable[[Var], Var]
-"""A function from an activation to an activation."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sequential:
-    """Modules one after the other."""
-
-    modules: tuple[Module, ...]
-
-    def __init__(self, *modules: Module) -> None:
-        object.__setattr__(self, "modules", modules)
-
-    def __call__(self, x: Var) -> Var:
-        for module in self.modules:
-            x = module(x)
-        return x
 
 
 def _weight_product(
@@ -250,17 +231,6 @@ class AddRow:
             return {x: grad}
 
         return tape.record(result, gradients)
-
-
-@dataclass(frozen=True, slots=True)
-class Residual:
-    """x + module(x)."""
-
-    name: str
-    module: Module
-
-    def __call__(self, x: Var) -> Var:
-        return add(self.name, x, self.module(x))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
     tape = Tape(dtype_bytes=2)
     x = tape.input("x", rows=Rates(row=1.0), columns=512, needs_grad=True)
-    y = Sequential(Norm("norm", 512), Linear("fc", 512, 2048))(x)
+    y = Linear("fc", 512, 2048)(Norm("norm", 512)(x))
     tape.backward(y)
     graph = tape.graph()
 

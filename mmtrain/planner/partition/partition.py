@@ -90,11 +90,6 @@ class Partition:
         return tuple(stage for stage in self.stages if stage.module == module)
 
     @property
-    def text_rank(self) -> int:
-        """The pipeline rank where the language model begins: 0, unless the partition is mixed or placed."""
-        return self.of_module(self.text)[0].pp_rank
-
-    @property
     def tie_ranks(self) -> tuple[int, int]:
         """The pipeline ranks of the language model's first and last stage, which hold the copies of a tied matrix."""
         stages = self.of_module(self.text)

@@ -8,7 +8,7 @@ import numpy as np
 from mmtrain.planner.search.instance import Searched
 from mmtrain.planner.search.kernels.anneal import ANNEAL, CHOOSE, COST, EVALUATE, JOIN, run
 from mmtrain.planner.search.kernels.arrays import Chain, Decoder, Workspace
-from mmtrain.planner.search.numba_start import HAS_NUMBA, load_numba
+from mmtrain.planner.search.numba_start import load_numba
 from mmtrain.planner.search.orders import Order, inverse
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
@@ -91,12 +91,10 @@ def choose(searched: Searched, w: Workspace, iterations: int) -> float:
 def fit_memory(problem: PlanningProblem, plan: Plan, *, iterations: int = LAST_ITERATIONS) -> Plan | None:
     """The plan with the same orders and the fastest memory options within the limits.
 
-    None: even the options of least memory do not fit, or numba is not installed.
+    None: even the options of least memory do not fit.
 
     Args: iterations: of the choice.
     """
-    if not HAS_NUMBA:
-        return None
     load_numba()
     searched = Searched.of(problem)
     w = searched.load(plan)

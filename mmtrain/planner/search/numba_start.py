@@ -1,10 +1,6 @@
-"""Whether numba is installed, and loading it without scipy."""
+"""Loading numba without scipy."""
 
-import importlib.util
 import sys
-
-HAS_NUMBA = importlib.util.find_spec("numba") is not None
-"""Without numba no plan is searched: the plans of `interleave` are used."""
 
 
 def load_numba() -> None:

@@ -31,7 +31,7 @@ from mmtrain.planner.search.chains import AnnealChain, Chain, DepthFirstChain, R
 from mmtrain.planner.search.evaluate import LAST_ITERATIONS, cost_of, evaluate, fit_memory, join
 from mmtrain.planner.search.instance import NO_DRAWS, Searched
 from mmtrain.planner.search.kernels.arrays import RANK, SPLITS, Decoder, Workspace
-from mmtrain.planner.search.numba_start import HAS_NUMBA, load_numba
+from mmtrain.planner.search.numba_start import load_numba
 from mmtrain.planner.search.orders import Order, by_component, component_orders
 from mmtrain.schedule.graph import ModuleStages, Work
 from mmtrain.schedule.library.catalogue import CATALOGUE, Schedule
@@ -124,7 +124,7 @@ def search(
     Args: cancelled: polled; the search ends early once it returns True.
     Raises: PlanError: no budget.
     """
-    if options.strategy == "first" or not HAS_NUMBA or not problem.graph.has_any_backward:
+    if options.strategy == "first" or not problem.graph.has_any_backward:
         return _unsearched(problem, options)
     _check_budget(options)
     found, stp = _search_twice(problem, options, cancelled), _stp(problem, options)
@@ -180,8 +180,6 @@ def may_bind(made: PlanResult) -> bool:
 
 def _decoded(problem: PlanningProblem, braid: bool) -> Plan | None:
     """The best checked plan of the sweep's decoders on the order of arrival; None: none fits."""
-    if not HAS_NUMBA:
-        return None
     run = _Search(problem, SearchOptions(budget_evaluations=0, split=False, braid=braid), None, lambda: False, 0.0)
     run.arrive(map)
     return run.plan()
@@ -262,7 +260,7 @@ def shortest_s(problem: PlanningProblem, options: SearchOptions) -> float:
 
     Raises: PlanError: no budget.
     """
-    if options.strategy == "first" or not HAS_NUMBA or not problem.graph.has_any_backward:
+    if options.strategy == "first" or not problem.graph.has_any_backward:
         return _unsearched(problem, options).cost_s
     _check_budget(options)
     kept = _without_restoring(problem) if options.memory else None

@@ -4,9 +4,9 @@ import pytest
 
 from mmtrain.costs.operators.exchanges import gather_for_parts, sum_shard, sum_whole, use_for_parts
 from mmtrain.costs.operators.execution import simulate
-from mmtrain.costs.operators.functions import concat, split
+from mmtrain.costs.operators.functions import add, concat, split
 from mmtrain.costs.operators.graph import DeviceKind, Graph, OpKind, Phase
-from mmtrain.costs.operators.modules import Attention, Linear, Norm, Residual, Sequential, activation
+from mmtrain.costs.operators.modules import Attention, Linear, Norm, activation
 from mmtrain.costs.operators.tape import Tape, Var
 from mmtrain.spec.spec import Rates, WorkSize
 from tests.costs.operators.graphs import LATENCIES
@@ -30,9 +30,8 @@ def flops(graph: Graph, phase: Phase) -> float:
 
 def test_backward_follows_by_rule() -> None:
     made, x = tape()
-    made.backward(
-        Sequential(Norm("norm", 64), Linear("up", 64, 256), activation("act", "gelu"), Linear("down", 256, 64))(x)
-    )
+    hidden = activation("act", "gelu")(Linear("up", 64, 256)(Norm("norm", 64)(x)))
+    made.backward(Linear("down", 256, 64)(hidden))
     graph = made.graph()
     assert names(graph, Phase.FORWARD) == ["norm", "up", "act", "down"]
     assert names(graph, Phase.BACKWARD_INPUT) == ["down.dx", "act.backward", "up.dx", "norm.backward"]
@@ -56,7 +55,7 @@ def test_the_first_trainable_layer_needs_no_gradient_of_its_input() -> None:
 
 def test_gradients_of_a_value_that_is_used_twice_are_summed() -> None:
     made, x = tape()
-    made.backward(Residual("add", Linear("fc", 64, 64, trainable=False))(x))
+    made.backward(add("add", x, Linear("fc", 64, 64, trainable=False)(x)))
     assert names(made.graph(), Phase.BACKWARD_INPUT) == ["fc.dx", "grad.sum"]
 
 

@@ -9,18 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mmtrain.planner.search.numba_start import HAS_NUMBA
-
-if HAS_NUMBA:
-    from llvmlite import ir
-    from numba import njit, types
-    from numba.extending import intrinsic
-else:  # the kernels are not called then
-
-    def njit(function: Any = None, **_: Any) -> Any:
-        return function or njit
-
-    intrinsic = njit
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
 
 _FLAGS: dict[str, Any] = {
     "nogil": True,
@@ -54,8 +45,7 @@ def _kernel(*, inner: bool) -> Callable[[Any], Any]:
             kernel = njit(cache=True, **flags)(function)
         except RuntimeError:  # neither the folder of this file nor the user's cache folder can be written
             return njit(**flags)(function)
-        if HAS_NUMBA:
-            kernel._cache._cache_file._source_stamp = _DIGEST
+        kernel._cache._cache_file._source_stamp = _DIGEST
         return kernel
 
     return compiled
