@@ -162,7 +162,7 @@ def test_configs_alone_make_a_job_with_random_weights(tmp_path):
     assert job.model.language.attention_mask == "modality"
     spread = mllm.job(tmp_path / "b", ParallelSpec(pp=2), specs, modality_parallelism="spread", **SECTIONS)
     assert (spread.parallelism.pipeline_parallel_degree, spread.model.language.ranks) == (2, 0)
-    assert Trainer(spread).planner.partition.num_ranks == 2
+    assert Trainer(spread).job.partition.num_ranks == 2
 
 
 @pytest.mark.parametrize(
@@ -206,5 +206,5 @@ def test_the_example_of_the_guide_makes_a_job(tmp_path, monkeypatch):
     found = {}
     exec(example, found)
     assert config.load(written(tmp_path, found["job"])) == found["job"]
-    ranks = {stage.module: stage.pp_rank for stage in Trainer(found["job"]).planner.partition.stages}
+    ranks = {stage.module: stage.pp_rank for stage in Trainer(found["job"]).job.partition.stages}
     assert ranks == {"vision": 0, "audio": 1, "language": 3}

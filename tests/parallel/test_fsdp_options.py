@@ -101,7 +101,7 @@ def states(rank, path):
             plan = trainer.plan(item.meta)
             kinds = {action.kind for action in plan.program.actions[0]}
             stages = {a.stage for a in plan.program.actions[0] if a.kind is Kind.UNSHARD}
-            for place in trainer.planner.partition.stages:
+            for place in trainer.job.partition.stages:
                 chunk = trainer.model.chunks[place.index]
                 gathered = []
                 for unit in fsdp_modules(chunk)[1:]:
