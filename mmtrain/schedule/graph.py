@@ -50,8 +50,8 @@ class Link:
 class Instruction:
     """One action of a registered kind: what it waits for, and what waits for it, all on its stage's rank.
 
-    It is local to that rank. A user registers its kind (`Kind.register`); plans with instructions are checked, simulated and
-    drawn, and the runtime refuses them, since it has no handlers of such kinds.
+    It is local to that rank. A user registers its kind (`Kind.register`). Plans with instructions are checked, simulated
+    and drawn; the runtime refuses them, since it has no handlers of such kinds.
     """
 
     kind: Kind
