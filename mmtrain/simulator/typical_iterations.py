@@ -30,7 +30,8 @@ from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.timeline import Timeline
 from mmtrain.simulator.workloads import VIDEO_CAPTIONS, draw
 from mmtrain.spec.recomputation import Recomputation
-from mmtrain.spec.spec import ModelSpec, ModuleSpec, WorkSize
+from mmtrain.spec.spec import ModelSpec, ModuleSpec
+from mmtrain.spec.work_size import WorkSize
 
 WORKLOAD = "mix"
 """The workload of a job with images, or with text alone; a key of `workloads.WORKLOADS`."""

@@ -14,7 +14,7 @@ from typing import Any
 from mmtrain.config.model import ModelConfig, VaeConfig
 from mmtrain.errors import ConfigError
 from mmtrain.spec.model_configs import dit_config, vae_config
-from mmtrain.spec.spec import Rates
+from mmtrain.spec.work_size import Rates
 
 Size = tuple[int, int, int]
 """Frames, rows and columns."""

@@ -30,11 +30,12 @@ from mmtrain.planner.memory.options import MemoryChoices
 from mmtrain.planner.partition.partition import partition
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.spec.builders import model_spec
+from mmtrain.spec.layer import Division
 from mmtrain.spec.linears import block_linears
 from mmtrain.spec.memory_strategies import StageMemory
 from mmtrain.spec.recomputation import Recomputation
 from mmtrain.spec.shapes import language_shape
-from mmtrain.spec.spec import Division, documents_work, images_work
+from mmtrain.spec.spec import documents_work, images_work
 from mmtrain.spec.vision_shapes import vision_shape
 from tests.lora import with_lora
 from tests.reference import ENCODERS, LANGUAGES, make_batch, model_config, two_grids

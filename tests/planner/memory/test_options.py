@@ -34,7 +34,7 @@ from mmtrain.schedule.problem import Option, PlanningProblem
 from mmtrain.simulator.job import make_job
 from mmtrain.simulator.workloads import draw
 from mmtrain.spec.memory_strategies import BlockMemory, StageMemory, strategies_of
-from mmtrain.spec.spec import WorkSize
+from mmtrain.spec.work_size import WorkSize
 from tests.examples import examples
 from tests.planner.specs import META, microbatch, vlm
 
