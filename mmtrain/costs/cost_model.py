@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from mmtrain.config.sections import PlannerConfig
+from mmtrain.config.planner import PlannerConfig
 from mmtrain.costs.noise import EXACT, Noise
 from mmtrain.costs.overheads import NO_OVERHEADS, Overheads
 from mmtrain.schedule.problem import P2P

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mmtrain.config.sections import PlannerConfig
+from mmtrain.config.planner import PlannerConfig
 from mmtrain.costs.cost_model import CostModel
 from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.batching import Batching, SubMicrobatch

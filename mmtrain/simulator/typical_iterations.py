@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mmtrain.config.config import Config
-from mmtrain.config.sections import PlannerConfig
+from mmtrain.config.planner import PlannerConfig
 from mmtrain.costs.cost_model import CostModel, equal_layers
 from mmtrain.errors import PlanError
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from mmtrain.config.sections import PlannerConfig
+from mmtrain.config.planner import PlannerConfig
 from mmtrain.costs.cost_model import FlopsCosts, LayerTimes, equal_layers
 from mmtrain.costs.overheads import NO_OVERHEADS
 from mmtrain.spec.recomputation import Recomputation

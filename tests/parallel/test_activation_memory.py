@@ -10,7 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mmtrain.config.sections import ActivationCheckpointConfig, PlannerConfig
+from mmtrain.config.planner import PlannerConfig
+from mmtrain.config.sections import ActivationCheckpointConfig
 from mmtrain.costs.cost_model import FlopsCosts
 from mmtrain.errors import ConfigError, PlanError
 from mmtrain.modality.bitfield import language_bits

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.config.sections import PlannerConfig
+from mmtrain.config.planner import PlannerConfig
 from mmtrain.costs.cost_model import FlopsCosts
 from mmtrain.errors import DataError, PlanError
 from mmtrain.modality.metadata import ClipMeta, IterationMeta, MicrobatchMeta

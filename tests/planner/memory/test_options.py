@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmtrain.config import config
-from mmtrain.config.sections import ActivationCheckpointConfig, PlannerConfig
+from mmtrain.config.planner import PlannerConfig
+from mmtrain.config.sections import ActivationCheckpointConfig
 from mmtrain.costs.cost_model import FlopsCosts, HostCopy
 from mmtrain.errors import PlanError
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
