@@ -16,15 +16,8 @@ from pathlib import Path
 
 from mmtrain.config.assignment import AssignmentConfig
 from mmtrain.config.data import DataConfig, DiffusionConfig, TokenizerConfig
-from mmtrain.config.model import (
-    LoRAConfig,
-    ModelConfig,
-    ProjectorConfig,
-    placeholder,
-    projector_name,
-    section_of,
-    short_form,
-)
+from mmtrain.config.model import LoRAConfig, ModelConfig, ProjectorConfig, placeholder, projector_name, section_of
+from mmtrain.config.module_tables import short_form
 from mmtrain.config.planner import PlannerConfig, check_planner
 from mmtrain.config.sections import (
     ActivationCheckpointConfig,
