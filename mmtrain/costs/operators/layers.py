@@ -47,12 +47,13 @@ from mmtrain.costs.operators.modules import (
 from mmtrain.costs.operators.tape import Tape, Var
 from mmtrain.costs.operators.vae_layer import encode
 from mmtrain.families.shapes import WINDOWED, LanguageShape, VisionShape
+from mmtrain.spec.layer import Division, LayerSpec
 from mmtrain.spec.linears import Linear as NamedLinear
 from mmtrain.spec.linears import block_linears
 from mmtrain.spec.modules import Projection, Shape
 from mmtrain.spec.shapes import DitShape
-from mmtrain.spec.spec import TIME_ROWS, Division, LayerSpec, Rates
 from mmtrain.spec.vae_shapes import VaeShape
+from mmtrain.spec.work_size import TIME_ROWS, Rates
 
 _KEYS = "key_value.gather"
 

@@ -26,7 +26,8 @@ from mmtrain.planner.assignment.assignment import SampleCost
 from mmtrain.schedule.io import strict_json
 from mmtrain.spec.builders import DTYPE_BYTES, model_spec
 from mmtrain.spec.recomputation import Recomputation
-from mmtrain.spec.spec import ModelSpec, WorkSize
+from mmtrain.spec.spec import ModelSpec
+from mmtrain.spec.work_size import WorkSize
 
 VERSION = 1
 """Version of the JSON form."""

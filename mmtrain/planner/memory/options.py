@@ -14,11 +14,12 @@ from itertools import combinations, pairwise
 import numpy as np
 import numpy.typing as npt
 
-from mmtrain.config.sections import ActivationCheckpointConfig, PlannerConfig
+from mmtrain.config.planner import PlannerConfig
+from mmtrain.config.sections import ActivationCheckpointConfig
 from mmtrain.costs.cost_model import HostCopy
 from mmtrain.spec.memory_strategies import BlockMemory, StageMemory, strategies_of
 from mmtrain.spec.recomputation import STATIC, Recomputation
-from mmtrain.spec.spec import WorkSize
+from mmtrain.spec.work_size import WorkSize
 
 CANDIDATES = 10
 """S: mixes that a stage offers at most."""

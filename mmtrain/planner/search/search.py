@@ -44,7 +44,7 @@ from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.problem import P2P, Option, PlanningProblem
 
 if TYPE_CHECKING:  # a search needs no config, whose import takes as long as the rest of the planner
-    from mmtrain.config.sections import Strategy
+    from mmtrain.config.planner import Strategy
 
 CHAINS: Mapping[str, type[Chain]] = {
     "anneal": AnnealChain,
