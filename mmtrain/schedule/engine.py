@@ -27,6 +27,9 @@ class Policy:
     """[item] -> duration of its action; None: there is none."""
     all_decide = False
     """Whether all idle ranks decide whenever something happens; else those where it happens."""
+    at_once = False
+    """Whether an action without duration ends before the next rank decides; else what ranks start at one time is
+    visible to others afterwards."""
 
     def arrive(self, item: int) -> None:
         """All that an item needs has arrived on its rank."""
@@ -122,6 +125,9 @@ class Engine:
                 chosen = policy.choose(rank, now)
                 if chosen is not None:
                     begin(chosen)
+                    if policy.at_once and self._events[0][0] <= now:
+                        awake.update(idle)
+                        break
             if not self._events:
                 chosen = policy.force(now)
                 if chosen is None:
