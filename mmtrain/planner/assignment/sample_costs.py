@@ -227,9 +227,9 @@ class SampleCosts:
 _DRAWN = "workload "
 
 
-def drawn_source(workload: str, image_side: int = 0) -> str:
-    """The name of a drawn workload in place of a source. Args: image_side: 0: the default."""
-    return f"{_DRAWN}{workload}" + (f", {image_side} pixels" if image_side else "")
+def drawn_source(workload: str) -> str:
+    """The name of a drawn workload in place of a source."""
+    return f"{_DRAWN}{workload}"
 
 
 def settings_of(config: Config, source: str = "") -> dict[str, str | int]:
