@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from mmtrain.data.chat_templates import ChatTemplate, Ending, Part, Placeholder, answer_ending
-from mmtrain.data.conversation_records import PARTS, Record, kind_of, num_placeholders, placeholder
+from mmtrain.data.conversation_records import Record
 from mmtrain.data.media import RawImage, RawMedium, check_length, check_text
 from mmtrain.data.media_readers import Items, Readers
 from mmtrain.data.record_keys import (
@@ -34,6 +34,7 @@ from mmtrain.data.record_keys import (
     unread,
     with_arguments,
 )
+from mmtrain.data.record_parts import PARTS, kind_of, num_placeholders, placeholder
 from mmtrain.errors import ConfigError, DataError, one_line, shown
 from mmtrain.modality.metadata import DocumentMeta, ImageMeta, sample_name
 from mmtrain.models.batch import IGNORE_INDEX
