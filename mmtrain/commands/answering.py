@@ -19,12 +19,13 @@ from mmtrain.config.config import Config
 from mmtrain.config.data import DataConfig
 from mmtrain.config.toml_sections import build
 from mmtrain.config.whole_model import SOUND, with_parts
-from mmtrain.data.conversation_records import CONVERSATIONS, Record, kinds_of, placeholder, record_kind
+from mmtrain.data.conversation_records import CONVERSATIONS, Record, kinds_of, record_kind
 from mmtrain.data.conversations import ReadDocument, make_processor, packed
 from mmtrain.data.media import RawMedium, raw_image, raw_sound, raw_video
 from mmtrain.data.processor import Document, Processor
 from mmtrain.data.questions import Question, question_before, with_answer
 from mmtrain.data.record_keys import is_spoken
+from mmtrain.data.record_parts import placeholder
 from mmtrain.data.sources import RecordKind, open_source
 from mmtrain.data.tokenizer import read_tokenizer
 from mmtrain.errors import ConfigError, DataError, MMTrainError, for_terminal, one_line

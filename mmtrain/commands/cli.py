@@ -14,7 +14,19 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mmtrain import __version__
-from mmtrain.commands import allocate, check, generate, plan, profile, report, sample, schedule, simulate
+from mmtrain.commands import (
+    allocate,
+    check,
+    check_parity,
+    data,
+    generate,
+    plan,
+    profile,
+    report,
+    sample,
+    schedule,
+    simulate,
+)
 from mmtrain.commands.local_ranks import RankDiedError, Stopped, train_on_ranks
 from mmtrain.config import config
 from mmtrain.config.model import ModelConfig
@@ -53,9 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_export(commands)
     generate.add(commands)
     sample.add(commands)
-    _add_check_parity(commands)
+    check_parity.add(commands)
     _add_config(commands)
-    _add_data(commands)
+    data.add(commands)
     schedule.add(commands)
     plan.add(commands)
     check.add(commands)
@@ -273,145 +285,6 @@ def _config(args: argparse.Namespace) -> int:
     if summary:
         print(f"\n# {summary}")
     return 0
-
-
-# ----------------------------------------------------------------------------------------- check-parity
-
-
-def _add_check_parity(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser(
-        "check-parity",
-        help="compare a layout with one process",
-        usage="mmtrain check-parity [-h] --config CONFIG [options] [--section.key=value ...]",
-        description="Whether a job's layout computes what one process computes. Makes the model and the batch of a "
-        "config small, runs a step of the layout on processes of this machine (CPU), and compares loss, gradient norm "
-        "and every gradient with the one-process model. Exit status 0: they agree; 1: they do not; 2: bad config or "
-        "data. Any --section.key=value overrides the file.",
-    )
-    parser.add_argument("--config", required=True, help="TOML file; a bare name is looked up in configs/")
-    parser.add_argument("--steps", type=int, default=1, metavar="N", help="batches to compare (default 1)")
-    parser.add_argument(
-        "--tolerance", type=float, metavar="T", help="relative (default 1e-4; 0.03 of all gradients with bfloat16)"
-    )
-    parser.add_argument("--seq-len", type=int, metavar="T", help="tokens of a small microbatch (default 512)")
-    parser.add_argument(
-        "--synthetic",
-        action="store_true",
-        help="drawn charts, text or clips instead of the config's data; noise with further encoders",
-    )
-    parser.set_defaults(run=_check_parity, takes_overrides=True, overrides=[])
-
-
-def _check_parity(args: argparse.Namespace) -> int:
-    import tempfile
-    from dataclasses import replace
-
-    from mmtrain.errors import ConfigError
-    from mmtrain.simulator.shrink import SEQ_LEN, shrink
-
-    seq_len = SEQ_LEN if args.seq_len is None else args.seq_len
-    for name, value, least in (("--steps", args.steps, 1), ("--seq-len", seq_len, 2)):
-        if value < least:
-            raise ConfigError(f"check-parity: {name} {value}; it is at least {least}")
-    if args.tolerance is not None and not args.tolerance > 0:
-        raise ConfigError(f"check-parity: --tolerance {args.tolerance}; it is above 0")
-    small = shrink(config.load(args.config, args.overrides), seq_len=seq_len)
-    from mmtrain.commands.parity import check_parity, describe, report, synthetic_data
-
-    with tempfile.TemporaryDirectory(prefix="mmtrain-parity-") as folder:
-        job = small.config
-        noise = args.synthetic and bool(job.model.modules)
-        if args.synthetic and not noise:
-            job = replace(job, data=synthetic_data(job, Path(folder)))
-        print(describe(job))
-        data = "noise" if noise else "synthetic" if args.synthetic else job.data.description
-        print(for_terminal(f"data    {data}"), flush=True)
-        for note in small.notes:
-            print(f"changed {note}", flush=True)
-        parity = check_parity(job, num_steps=args.steps, tolerance=args.tolerance, noise=noise, say=_progress)
-    print(report(parity))
-    return 1 if parity.problems else 0
-
-
-def _progress(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-# ------------------------------------------------------------------------------------------------- data
-
-
-def _add_data(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    data = commands.add_parser("data", help="make the built-in data sets")
-    kinds = data.add_subparsers(dest="dataset", required=True, metavar="DATASET")
-    charts = kinds.add_parser(
-        "charts",
-        help="bar, line and pie charts with questions",
-        description="Draws charts and writes question-answer conversations about them, as parquet.",
-    )
-    charts.set_defaults(run=_charts)
-    shapes = kinds.add_parser(
-        "shapes",
-        help="short clips of moving shapes with captions, for text-to-video",
-        description="Draws clips of one to three moving, coloured shapes and writes them with captions that describe "
-        "them, as parquet.",
-    )
-    shapes.set_defaults(run=_shapes)
-    sounds = kinds.add_parser(
-        "sounds",
-        help="beeps and sweeps, some with an image, with questions",
-        description="Makes sounds and images and writes question-answer conversations about them, as parquet: some "
-        "questions need the sound, some the image, some both.",
-    )
-    sounds.set_defaults(run=_sounds)
-    for parser, unit in ((charts, "samples"), (shapes, "clips"), (sounds, "samples")):
-        parser.add_argument("out", type=Path, metavar="OUT", help="folder to make")
-        parser.add_argument("--num-samples", type=int, default=4000, metavar="N", help=f"{unit} (default 4000)")
-        parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of all choices (default 0)")
-    shapes.add_argument(
-        "--preview",
-        type=Path,
-        metavar="FILE",
-        help="also draw the first 12 training clips: .png, their frames side by side, or .gif, moving",
-    )
-
-
-def _shapes(args: argparse.Namespace) -> int:
-    from mmtrain.data.toy.shapes import check_preview, make_shapes, shape_clips, write_preview
-
-    if args.preview:
-        check_preview(args.preview)
-    num_train = _make_data(args, make_shapes, "clip", "frames")
-    if args.preview:
-        write_preview(args.preview, shape_clips("train", min(12, num_train), args.seed))
-        print(f"{args.preview}: the first clips")
-    return 0
-
-
-def _charts(args: argparse.Namespace) -> int:
-    from mmtrain.data.toy.charts import make_charts
-
-    _make_data(args, make_charts, "sample", "images")
-    return 0
-
-
-def _sounds(args: argparse.Namespace) -> int:
-    from mmtrain.data.toy.sounds import make_sounds
-
-    _make_data(args, make_sounds, "sample", "sounds")
-    return 0
-
-
-def _make_data(args: argparse.Namespace, make: Callable[..., Any], unit: str, images: str) -> int:
-    """The number of training samples that were written. Args: unit: a sample. images: what it has."""
-    from tqdm import tqdm
-
-    with tqdm(total=args.num_samples, unit=unit, disable=not sys.stderr.isatty()) as bar:
-        made = make(args.out, args.num_samples, args.seed, progress=lambda done, total: bar.update(done - bar.n))
-    print(
-        f"{args.out}: {made.num_train} training and {made.num_validation} validation {unit}s with "
-        f"{made.num_images} {images}, {made.num_bytes / 1e6:.1f} MB"
-    )
-    return int(made.num_train)
 
 
 if __name__ == "__main__":

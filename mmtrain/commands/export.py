@@ -27,7 +27,7 @@ from mmtrain.commands.export_whole import end_as_trained, export_whole
 from mmtrain.commands.older_readers import add_older_keys
 from mmtrain.config.config import Config
 from mmtrain.config.model import EncoderConfig, LanguageConfig, projector_name, projector_section, section_of
-from mmtrain.data.processor import stop_token
+from mmtrain.data.chat_templates import answer_ending
 from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.errors import ConfigError
 from mmtrain.families.catalogue import PROJECTORS
@@ -113,7 +113,7 @@ def _export_parts(run: StoredRun, aside: Path, out: Path, merge_adapters: bool) 
         _export_dit(run, aside)
     tokenizer = load_tokenizer(run.job.tokenizer, captions=model.dit is not None, model=model)
     if model.dit is None:
-        end_as_trained(aside / "language", stop_token(tokenizer))
+        end_as_trained(aside / "language", answer_ending(tokenizer).token)
     tokenizer.save_pretrained(aside / "language")
     readme = _video_readme(run, aside, out, null_token(tokenizer)) if model.dit else _readme(run, aside, out)
     (aside / "README.md").write_text(readme, encoding="utf-8")

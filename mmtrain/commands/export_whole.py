@@ -134,7 +134,7 @@ def stored_processor(job: Config) -> Processor:
     """The processor of a run; the chat template of its tokenizer is the one that made the run's prompts."""
     tokenizer = load_tokenizer(job.tokenizer, model=job.model)
     processor = Processor(tokenizer, make_readers(job, tokenizer.get_vocab()))
-    tokenizer.chat_template = processor.template.text
+    tokenizer.chat_template = processor.renderer.template.text
     return processor
 
 

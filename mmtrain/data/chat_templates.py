@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from mmtrain.data.conversation_records import placeholder
+from mmtrain.data.record_parts import placeholder
 from mmtrain.data.tokenizer import PROBE, content_form, one_part
 from mmtrain.errors import MMTrainError
 

@@ -37,7 +37,7 @@ class Conversations:
     def __init__(self, config: Config, split: str) -> None:
         self.sources = Sources(config.data, split, record_kind(kinds_of(config.model)))
         self.processor = make_processor(config)
-        self.unread = self.processor.unread
+        self.unread = self.processor.renderer.unread
         most = config.training.seq_len
         self.limits: tuple[Limit, ...] = (Limit(most=most, unit="tokens", key=f"training.seq_len = {most} tokens"),)
 

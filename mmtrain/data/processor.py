@@ -12,34 +12,21 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from mmtrain.data.chat_templates import ChatTemplate, Ending, Part, Placeholder, answer_ending
-from mmtrain.data.conversation_records import PARTS, Record, kind_of, num_placeholders, placeholder
-from mmtrain.data.media import RawImage, RawMedium, check_length, check_text
+from mmtrain.data.chat_renderer import ChatRenderer
+from mmtrain.data.chat_templates import Placeholder
+from mmtrain.data.conversation_records import Record
+from mmtrain.data.media import RawImage, RawMedium
 from mmtrain.data.media_readers import Items, Readers
-from mmtrain.data.record_keys import (
-    CALLS,
-    SHOWN,
-    WEIGHTS,
-    UnreadKeys,
-    check_shown,
-    encodes_arguments,
-    is_learnt,
-    unread,
-    with_arguments,
-)
-from mmtrain.errors import ConfigError, DataError, one_line, shown
+from mmtrain.data.record_parts import num_placeholders, placeholder
+from mmtrain.errors import DataError
 from mmtrain.modality.metadata import DocumentMeta, ImageMeta, sample_name
 from mmtrain.models.batch import IGNORE_INDEX
-
-ROLES = ("system", "user", "assistant")
-"""Roles of messages; also "tool", with a chat template that names it."""
 
 _NOTHING = "(?!)"
 """A pattern that is in no text."""
@@ -71,8 +58,6 @@ class Processor:
     def __init__(self, tokenizer: Any, readers: Readers, max_text_bytes: int = 2**22) -> None:
         self.tokenizer = tokenizer
         self.readers = readers
-        self._max_text_bytes = max_text_bytes
-        self.unread = UnreadKeys()
         vocabulary = tokenizer.get_vocab()
         self.token_ids: Mapping[str, int] = {kind: vocabulary[r.token] for kind, r in readers.of_kind.items()}
         """Kind of content -> the id of the token of one of its features."""
@@ -80,10 +65,9 @@ class Processor:
             kind: reader.token.join(reader.markers) if vocabulary.keys() >= set(reader.markers) else reader.token
             for kind, reader in readers.of_kind.items()
         }
-        self._roles = (*ROLES, "tool") if re.search("""["']tool["']""", str(tokenizer.chat_template)) else ROLES
         placeholders = {kind: Placeholder(r.token, self._texts[kind]) for kind, r in readers.of_kind.items()}
-        self.template = ChatTemplate.of(tokenizer, placeholders, self._roles, readers.unread)
-        self.ending: Ending = answer_ending(tokenizer)
+        self.renderer = ChatRenderer(tokenizer, placeholders, readers.unread, max_text_bytes)
+        self.ending = self.renderer.ending
         choices = ((k, {self._texts[k]: None, reader.token: None}) for k, reader in readers.of_kind.items())
         marks = "|".join(f"(?P<{kind}>{'|'.join(map(re.escape, texts))})" for kind, texts in choices)
         self._marks = re.compile(marks or _NOTHING)
@@ -101,8 +85,7 @@ class Processor:
             answer, or a conversation that the chat template refuses.
         """
         where = sample_name(record.sample, record.source)
-        self._note_unread(where, record)
-        text, spans = self._render(where, record)
+        text, spans = self.renderer.conversation(where, record)
         return self._tokenized(where, record, text, spans)
 
     def prompt(self, record: Record) -> Document:
@@ -111,10 +94,7 @@ class Processor:
         Raises: DataError: as `document`, but it needs no answer.
         """
         where = sample_name(record.sample, record.source)
-        messages = [self._message(where, m) for m in record.messages]
-        text = self._template(where, messages, record.tools, add_generation_prompt=True)
-        check_shown(messages, record.tools, str(self.tokenizer.chat_template), partial(self._template, where), where)
-        return self._tokenized(where, record, text, [])
+        return self._tokenized(where, record, self.renderer.prompt(where, record), [])
 
     def answer(self, tokens: Sequence[int]) -> str:
         """The text of the tokens that follow a prompt, without the one that ends the answer."""
@@ -298,109 +278,6 @@ class Processor:
         except DataError as error:
             raise DataError(f"{raw.kind} {index} of {where}{_file(raw)}: {error}") from None
 
-    def _render(self, where: str, record: Record) -> tuple[str, list[tuple[int, int]]]:
-        """The whole conversation as text, and the characters of each answer that is learnt."""
-        messages = [self._message(where, m) for m in record.messages]
-        answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-        if not answers or answers[0] == 0:
-            raise DataError(
-                f"{where}: its roles are {[m['role'] for m in messages]}; a conversation needs an "
-                "assistant's answer, after a question"
-            )
-        answers = [index for index in answers if is_learnt(record.messages[index])]
-        if not answers:
-            keys = ", ".join(f"`{key}`" for key in WEIGHTS)
-            raise DataError(f"{where}: none of its answers is learnt, as their {keys} say; leave the sample out")
-        template = partial(self._template, where)
-        check_shown(messages, record.tools, str(self.tokenizer.chat_template), template, where)
-        whole = template(messages, record.tools)
-        spans = []
-        for index in answers:
-            before = template(messages[:index], record.tools, add_generation_prompt=True)
-            after = template(messages[: index + 1], record.tools) if index + 1 < len(messages) else whole
-            if not (whole.startswith(after) and after.startswith(before)):
-                raise DataError(
-                    f"{where}: the tokenizer's chat template renders turn {index} differently with the turns "
-                    "around it, so its answer cannot be located; use another template or one answer a sample"
-                )
-            spans.append((len(before), self.ending.end(before, after)))
-        return whole, spans
-
-    def _template(
-        self,
-        where: str,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Any] = (),
-        *,
-        add_generation_prompt: bool = False,
-    ) -> str:
-        """Raises: DataError: the template refuses it. TooLongError: it has more text than can be tokenized."""
-        try:
-            text: str = self.tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(tools) or None,
-                chat_template=self.template.text,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-            )
-        except ConfigError:  # it does not end
-            raise
-        except Exception as error:  # templates are programs: jinja errors, and any error of their filters
-            raise DataError(f"{where}: the chat template refuses it: {one_line(error)}") from None
-        check_length(text, self._max_text_bytes, f"{where}: its text")
-        return check_text(text, f"{where}: its text")
-
-    def _message(self, where: str, message: Mapping[str, Any]) -> dict[str, Any]:
-        """A message as the chat template takes it: whole, with the tokens of images, videos and sounds."""
-        role, content = message.get("role"), message.get("content")
-        if not isinstance(role, str) or role not in self._roles:
-            raise DataError(f"{where}: a message has the role {shown(role)}; the roles are {', '.join(self._roles)}")
-        whole = dict(message)
-        if "tool_calls" in whole and self._encodes_arguments:
-            whole["tool_calls"] = with_arguments(whole["tool_calls"])
-        if content is None and not whole.keys().isdisjoint(CALLS):
-            return whole
-        if not isinstance(content, str | list):
-            what = f"content is a {type(content).__name__}" if content is not None else "`content` is absent or null"
-            raise DataError(
-                f"{where}: a message's {what}; write text or a list of parts (its keys are {', '.join(whole)})"
-            )
-        contents = content if isinstance(content, list) else [{"type": "text", "text": content}]
-        parts = [part for given in contents for part in self._parts(where, role, given)]
-        return {**whole, "content": self.template.content(role, parts)}
-
-    @cached_property
-    def _encodes_arguments(self) -> bool:
-        user = {"role": "user", "content": self.template.content("user", [{"type": "text", "text": "?"}])}
-        return encodes_arguments(partial(self._template, "a call"), user)
-
-    def _note_unread(self, where: str, record: Record) -> None:
-        """Notes the keys of a record that neither we nor the chat template read."""
-        template, keys = str(self.tokenizer.chat_template), [*record.unread]
-        for message in record.messages:
-            passed = (key for key in message if key in template)
-            keys += unread(message, ("role", "content", *WEIGHTS, *SHOWN, *passed), "message")
-        self.unread.add(where, record.source, keys)
-
-    def _parts(self, where: str, role: str, part: Any) -> Iterator[Part]:
-        """A part of a content as those that the template gets: a text is cut at its placeholders."""
-        kind = kind_of(part)
-        known = (*self.readers.of_kind, *self.readers.unread)
-        if kind in known:
-            yield {"type": kind} if kind in self.readers.of_kind else {"type": "text", "text": placeholder(str(kind))}
-            return
-        name = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if name == "text":
-            if not isinstance(part.get("text"), str):
-                raise DataError(
-                    f"{where}: a part of type 'text' has `text` = {shown(part.get('text'))}; write its text there (its "
-                    f"keys are {', '.join(map(str, part))})"
-                )
-            yield from self.template.parts(check_text(part["text"], f"{where}: the {role}'s text"))
-            return
-        supported = ", ".join(("text", *known, *PARTS))
-        raise DataError(f"{where}: a part of its content is of type {shown(name)}; supported are {supported}")
-
 
 def _item(kind: str) -> str:
     """What an item of a kind is called in errors."""
@@ -460,8 +337,3 @@ def _make_document(
         prefix=int(labelled[0]) + 1 if len(labelled) else 0,
     )
     return Document(meta=meta, input_ids=ids, labels=labels, raw_images=raw)
-
-
-def stop_token(tokenizer: Any) -> int | None:
-    """The token that ends an answer, as `answer_ending` says."""
-    return answer_ending(tokenizer).token

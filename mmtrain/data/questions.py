@@ -15,12 +15,13 @@ import numpy as np
 import torch
 
 from mmtrain.config.config import Config
-from mmtrain.data.conversation_records import Message, Record, kind_of, num_placeholders, placeholder, readable
+from mmtrain.data.conversation_records import Record
 from mmtrain.data.conversations import Conversations, ReadDocument
 from mmtrain.data.loader import Step
 from mmtrain.data.media import RawMedium
 from mmtrain.data.packing import LoaderState
 from mmtrain.data.record_keys import is_spoken
+from mmtrain.data.record_parts import Message, kind_of, num_placeholders, placeholder, readable
 from mmtrain.errors import DataError
 from mmtrain.modality.metadata import DocumentMeta, IterationMeta, sample_name
 from mmtrain.models.batch import IGNORE_INDEX

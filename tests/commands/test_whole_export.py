@@ -445,7 +445,7 @@ def test_an_image_that_is_no_file_is_named_by_its_option(tmp_path):
 
 
 def test_the_stop_token_ends_an_answer_in_the_template():
-    from mmtrain.data.processor import stop_token
+    from mmtrain.data.chat_templates import answer_ending
 
     tokenizer = load_tokenizer(TokenizerConfig(path=str(SHIPPED)))
-    assert tokenizer.convert_ids_to_tokens(stop_token(tokenizer)) == "<|im_end|>"
+    assert tokenizer.convert_ids_to_tokens(answer_ending(tokenizer).token) == "<|im_end|>"

@@ -12,7 +12,8 @@ import pytest
 
 from mmtrain.config.data import DataConfig, TokenizerConfig
 from mmtrain.data import questions
-from mmtrain.data.conversation_records import CONVERSATIONS, FORMS, Record, conversation_form
+from mmtrain.data.conversation_forms import FORMS, conversation_form
+from mmtrain.data.conversation_records import CONVERSATIONS, Record
 from mmtrain.data.media_readers import SoundReader, vision_readers
 from mmtrain.data.pixels import pixel_rules
 from mmtrain.data.processor import Document, Processor

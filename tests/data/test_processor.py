@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 
 from mmtrain.config.data import DataConfig, TokenizerConfig
-from mmtrain.data.chat_templates import prompt_notes
+from mmtrain.data.chat_templates import answer_ending, prompt_notes
 from mmtrain.data.conversation_records import Record
 from mmtrain.data.media import RawImage
 from mmtrain.data.media_readers import vision_readers
 from mmtrain.data.pixels import pixel_rules
-from mmtrain.data.processor import Document, Processor, stop_token
+from mmtrain.data.processor import Document, Processor
 from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.errors import DataError
 from mmtrain.modality.geometry import image_geometry
@@ -246,7 +246,7 @@ def test_each_answer_ends_with_the_token_that_stops_decoding(name: str) -> None:
     processor = make_processor(template, eos_token="<|endoftext|>")
     document = processor.document(record("a # b", "c < d # e", "and", "a bar"))
     assert targets(processor, document) == [f"c < d # e{learnt}", f"a bar{learnt}"]
-    stop = stop_token(processor.tokenizer)
+    stop = answer_ending(processor.tokenizer).token
     assert processor.tokenizer.decode([stop]) == learnt.strip() and processor.ending.token == stop
     assert (document.labels == stop).sum() == 2
     at = np.flatnonzero(document.labels == stop)
@@ -271,7 +271,7 @@ def test_an_answer_without_text_at_its_end_has_the_token_too(answer: str, learnt
 def test_an_end_that_nothing_writes_is_one_line() -> None:
     text = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
     silent = make_processor(text + "{% if add_generation_prompt %}assistant: {% endif %}", eos_token=None)
-    assert stop_token(silent.tokenizer) is None
+    assert answer_ending(silent.tokenizer).token is None
     assert targets(silent, silent.document(record("a", "red"))) == [" red"]
     notes = list(prompt_notes(silent.tokenizer))
     assert [note.partition(":")[0].partition(" '")[0] for note in notes] == [
@@ -301,7 +301,7 @@ def test_a_template_without_parts_gets_them_as_text(form: str) -> None:
     content: Any = f"a {image} b" if form == "text" else [{"type": "text", "text": f"a {image} b"}]
     expected, ours = (
         processor.tokenizer.apply_chat_template([{"role": "user", "content": c}], chat_template=t, tokenize=False)
-        for c, t in ((content, template), (parts, processor.template.text))
+        for c, t in ((content, template), (parts, processor.renderer.template.text))
     )
     assert ours == expected == f"[user]a {image} b<|im_end|>"
     tokens = processor.document(record("a <image> b", "c", images=1)).input_ids
@@ -311,6 +311,6 @@ def test_a_template_without_parts_gets_them_as_text(form: str) -> None:
 
 def test_a_backslash_makes_text_of_a_placeholder() -> None:
     processor = make_processor()
-    assert list(processor.template.parts("a \\<image> \\<video> <audio> <image>b")) == [
+    assert list(processor.renderer.template.parts("a \\<image> \\<video> <audio> <image>b")) == [
         {"type": "text", "text": "a <image> <video> <audio> "}, {"type": "image"}, {"type": "text", "text": "b"}
     ]  # fmt: skip

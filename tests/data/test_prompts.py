@@ -11,10 +11,11 @@ import pytest
 from transformers import AutoTokenizer, LlavaProcessor, Qwen2AudioProcessor
 
 from mmtrain.config.data import TokenizerConfig
+from mmtrain.data.chat_templates import answer_ending
 from mmtrain.data.conversation_records import Record, kinds_of, record_kind
 from mmtrain.data.conversations import make_processor
 from mmtrain.data.media_readers import Readers
-from mmtrain.data.processor import Document, Processor, stop_token
+from mmtrain.data.processor import Document, Processor
 from mmtrain.data.questions import question_before
 from mmtrain.data.sources import open_source
 from mmtrain.data.tokenizer import load_tokenizer
@@ -86,7 +87,10 @@ def check_family(folder: Path, monkeypatch: Any, family: str, name: str, cases: 
     strings = name == "answers as text"
     for talk, record in zip(talks, read(config), strict=True):
         document = ours.document(record)
-        assert document.input_ids.tolist() == theirs(made, talk, folder, strings=strings), (talk, ours.template.text)
+        assert document.input_ids.tolist() == theirs(made, talk, folder, strings=strings), (
+            talk,
+            ours.renderer.template.text,
+        )
         answers = [turn for turn, message in enumerate(talk) if message["role"] == "assistant"]
         for turn in answers:
             prompt = ours.prompt(question_before(record, turn).record)
@@ -199,7 +203,7 @@ def test_without_a_file_it_is_that_of_the_class_or_in_tokens_of_the_tokenizer(tm
     save_folder("qwen2_audio", tmp_path / "whole")
     config = job("qwen2_audio", tmp_path, [])
     made = Qwen2AudioProcessor.from_pretrained(tmp_path / "whole")
-    assert make_processor(config).template.text == made.chat_template
+    assert make_processor(config).renderer.template.text == made.chat_template
     plain = load_tokenizer(TokenizerConfig(path=str(tmp_path / "whole"), image_token="<image>"))
     assert "<|im_end|>" in plain.chat_template
     text = (tmp_path / "whole/tokenizer.json").read_text()
@@ -207,7 +211,7 @@ def test_without_a_file_it_is_that_of_the_class_or_in_tokens_of_the_tokenizer(tm
     other = load_tokenizer(TokenizerConfig(path=str(tmp_path / "whole"), image_token="<image>"))
     turns = [{"role": "user", "content": "a < b"}, {"role": "assistant", "content": "c < d"}]
     assert other.apply_chat_template(turns, tokenize=False) == "user:\na < b\nassistant:\nc < d</s>\n"
-    assert other.decode([stop_token(other)]) == "</s>"
+    assert other.decode([answer_ending(other).token]) == "</s>"
 
 
 DAILY = [

@@ -226,7 +226,7 @@ def test_harmless_keys_change_nothing(tmp_path: Path, harmless: dict[str, Any]) 
     processor, record = make_processor(), read(tmp_path, harmless)
     plain = [user(harmless.get("messages", [user()])[0]["content"]), bot()]
     assert tokens(processor, record) == tokens(processor, read(tmp_path, {"messages": plain}))
-    assert processor.unread.take() == []
+    assert processor.renderer.unread.take() == []
 
 
 @pytest.mark.parametrize("write", [as_json, as_parquet])
