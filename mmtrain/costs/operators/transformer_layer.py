@@ -62,7 +62,7 @@ class TransformerLayer(LayerBuilder):
         if isinstance(self.shape, LanguageShape) or self.shape.pool == 1:
             return x
         x = self.between.gather("pool.rows", self.tp, self.link)(x)
-        return self.between.shard("pool.shard", self.tp, self.link)(mean_rows("pool", x, self.outputs))
+        return self.between.shard("pool.shard", self.tp, self.link)(mean_rows(x, self.outputs))
 
     # ----------------------------------------------------------------------------------------- blocks
 
