@@ -19,7 +19,7 @@ from planner_problems import problem
 from stp import CONTENTION, ROWS
 from stp import problem as row_problem
 
-from mmtrain.config.sections import PlannerConfig
+from mmtrain.config.planner import PlannerConfig
 from mmtrain.planner.plan import JobMethod, make_plan
 from mmtrain.planner.search.search import search, warm
 from mmtrain.planner.search.search_options import SearchOptions

@@ -34,7 +34,8 @@ from mmtrain.simulator.cut_search import Cut, best_cut
 from mmtrain.simulator.replicated import replicated_partition, rerun
 from mmtrain.simulator.typical_iterations import TypicalIterations
 from mmtrain.spec.builders import DTYPE_BYTES, model_spec
-from mmtrain.spec.spec import ModelSpec, WorkSize
+from mmtrain.spec.spec import ModelSpec
+from mmtrain.spec.work_size import WorkSize
 
 PUBLISHED = {
     "SSS": 1.18, "MMS": 1.02, "LLS": 1.00, "SSM": 1.11, "MMM": 2.46, "LLM": 2.03, "SSL": 0.994, "MML": 1.30,

@@ -54,7 +54,7 @@ from mmtrain.schedule.timeline import Timeline
 from mmtrain.simulator.job import make_job
 from mmtrain.simulator.stable_batch import proportional
 from mmtrain.simulator.workloads import draw
-from mmtrain.spec.spec import ZERO_WORK, WorkSize
+from mmtrain.spec.work_size import ZERO_WORK, WorkSize
 
 SAMPLES = 4
 """Of a microbatch on average, as in the thesis."""

@@ -44,6 +44,7 @@ def trained(tree: Path, config: str, steps: int, folder: Path, text: Path) -> di
         f"--training.steps={steps}",
         f"--job.dump_folder={folder}",
         "--validation.enable=false",
+        "--validation.generate=0",
         "--checkpoint.enable=false",
     ]
     overrides += [f"--data.source={text}"] if config == "debug_text.toml" else []

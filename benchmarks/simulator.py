@@ -33,7 +33,8 @@ from mmtrain.planner.plan import make_plan
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.plan import Plan
 from mmtrain.simulator.job import make_job
-from mmtrain.spec.spec import Rates, WorkSize, documents_work, images_work
+from mmtrain.spec.spec import documents_work, images_work
+from mmtrain.spec.work_size import Rates, WorkSize
 
 REPETITIONS = 5
 ROOT = Path(__file__).resolve().parent.parent

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from mmtrain.config.data import DiffusionConfig
 from mmtrain.config.model import EncoderConfig, LanguageConfig, ModelConfig, ProjectorConfig
-from mmtrain.config.sections import CommConfig, PlannerConfig, TrainingConfig
+from mmtrain.config.planner import PlannerConfig
+from mmtrain.config.sections import CommConfig, TrainingConfig
 from mmtrain.modality.metadata import ClipMeta, DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
 from mmtrain.models.batch import IGNORE_INDEX, Batch, ClipMicrobatch, Microbatch
 from mmtrain.models.diffusion import ClipNoise

@@ -137,7 +137,8 @@ def test_drawn_examples_are_what_the_command_prints(tmp_path, monkeypatch, capsy
 
 
 def test_the_model_with_several_encoders_is_one():
-    from mmtrain.config.model import ModelConfig, short_form
+    from mmtrain.config.model import ModelConfig
+    from mmtrain.config.module_tables import short_form
     from mmtrain.config.toml_sections import build
 
     _, text = blocks(DOCS / "models.md", "toml")

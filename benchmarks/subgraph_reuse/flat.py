@@ -7,7 +7,7 @@ import numpy as np
 
 from mmtrain.costs.operators.graph import Device, Graph, Operator, TensorNode
 from mmtrain.costs.operators.latency import Floats, Latencies
-from mmtrain.spec.spec import Rates, WorkSize
+from mmtrain.spec.work_size import Rates, WorkSize
 from subgraph_reuse.nest import Leaf, Nest, Source
 
 

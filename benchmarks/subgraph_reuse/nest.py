@@ -11,7 +11,7 @@ from functools import cached_property
 
 from mmtrain.costs.operators.graph import Device, Graph, topological
 from mmtrain.errors import PlanError
-from mmtrain.spec.spec import ZERO_WORK, WorkSize
+from mmtrain.spec.work_size import ZERO_WORK, WorkSize
 
 Source = tuple[int, int]
 """(call, which of its outputs); (-1, which input) for what enters the nest itself."""

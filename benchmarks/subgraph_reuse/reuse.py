@@ -24,7 +24,7 @@ import numpy as np
 from mmtrain.costs.operators.execution import Simulation
 from mmtrain.costs.operators.latency import Floats, Latencies
 from mmtrain.errors import PlanError
-from mmtrain.spec.spec import ZERO_WORK, WorkSize
+from mmtrain.spec.work_size import ZERO_WORK, WorkSize
 from subgraph_reuse.flat import flatten
 from subgraph_reuse.nest import Leaf, Nest
 

@@ -6,6 +6,12 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mmtrain.errors import ConfigError, DataError, for_terminal
+
+if TYPE_CHECKING:
+    from mmtrain.commands.answering import Answerer, Sampling
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -64,8 +70,23 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from mmtrain.errors import ConfigError, DataError, for_terminal
+    _check(args)
+    from transformers.utils import logging
 
+    from mmtrain.commands.answering import Answerer, Sampling
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    answerer = Answerer.of(args.source, args.step)
+    sampling = Sampling(
+        max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed
+    )
+    (_answer_prompts if args.questions is None else _answer_questions)(args, answerer, sampling)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Checks the options before anything is read."""
     for name, fits, rule in (
         ("max_new_tokens", args.max_new_tokens >= 1, "at least 1"),
         ("temperature", args.temperature >= 0, "at least 0"),
@@ -89,36 +110,36 @@ def _generate(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--top-p {args.top_p} has no effect without --temperature above 0; set that, or leave it out"
         )
-    from transformers.utils import logging
 
-    from mmtrain.commands.answering import Answerer, Sampling, Streamer, asked, questions
+
+def _answer_questions(args: argparse.Namespace, answerer: "Answerer", sampling: "Sampling") -> None:
+    """Prints a line for each record of `--questions`, and how many answers are right."""
+    from mmtrain.commands.answering import questions
     from mmtrain.data.questions import is_right, text_of
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    answerer = Answerer.of(args.source, args.step)
-    sampling = Sampling(
-        max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed
-    )
-    if not asks:
-        answerers = {"answer": answerer}
-        if args.blank_images:
-            answerers["blanked"] = answerer.blanked()
-        if args.blank_audio:
-            answerers["silenced"] = answerer.blanked(images=False, audio=True)
-        right: dict[str, Counter[str]] = {key: Counter() for key in answerers}
-        counts: Counter[str] = Counter()
-        for record, reference in questions(args.questions, args.split or "train", args.limit, answerer.kind):
-            counts[record.grade] += 1
-            answers = {key: one.answer(record, sampling) for key, one in answerers.items()}
-            for key, answer in answers.items():
-                right[key][record.grade] += is_right(answer, reference, record.tolerance)
-            about = {"sample": record.sample, "question": text_of(record.messages[-1])}
-            line = json.dumps(about | answers | {"reference": reference}, ensure_ascii=False)
-            print(for_terminal(line), flush=True)
-        for text in _results(counts, right):
-            print(for_terminal(text), file=sys.stderr)
-        return 0
+    answerers = {"answer": answerer}
+    if args.blank_images:
+        answerers["blanked"] = answerer.blanked()
+    if args.blank_audio:
+        answerers["silenced"] = answerer.blanked(images=False, audio=True)
+    right: dict[str, Counter[str]] = {key: Counter() for key in answerers}
+    counts: Counter[str] = Counter()
+    for record, reference in questions(args.questions, args.split or "train", args.limit, answerer.kind):
+        counts[record.grade] += 1
+        answers = {key: one.answer(record, sampling) for key, one in answerers.items()}
+        for key, answer in answers.items():
+            right[key][record.grade] += is_right(answer, reference, record.tolerance)
+        about = {"sample": record.sample, "question": text_of(record.messages[-1])}
+        line = json.dumps(about | answers | {"reference": reference}, ensure_ascii=False)
+        print(for_terminal(line), flush=True)
+    for text in _results(counts, right):
+        print(for_terminal(text), file=sys.stderr)
+
+
+def _answer_prompts(args: argparse.Namespace, answerer: "Answerer", sampling: "Sampling") -> None:
+    """Prints the answer to `--prompt`, or to each line of `--interactive`, as it is drawn."""
+    from mmtrain.commands.answering import Streamer, asked
+
     streamer = Streamer(answerer.tokenizer, skip_prompt=True, skip_special_tokens=True)
     prompts = iter(lambda: input("> "), None) if args.interactive else [args.prompt]
     try:
@@ -131,7 +152,6 @@ def _generate(args: argparse.Namespace) -> int:
                 print(for_terminal(f"error: {error}"), file=sys.stderr)
     except EOFError:
         print()
-    return 0
 
 
 _CONTROLS = {"blanked": "with blanked images", "silenced": "with silent sounds"}

@@ -47,6 +47,8 @@ LOW_PRECISION_TOLERANCE = 0.03
 _FLOOR = 1e-3
 """Least reference of a relative error, as a part of the largest gradient: zeros differ only by rounding."""
 
+_NUM_WORST = 8
+"""Parameters that a report names, those with the largest error."""
 _SYNTHETIC_SAMPLES = 400
 _SYNTHETIC_CLIPS = 100
 _LATENT_SIZES = ((4, 4), (3, 5), (2, 3))
@@ -358,7 +360,7 @@ def describe(config: Config) -> str:
     )
 
 
-def report(parity: Parity, *, num_rows: int = 8) -> str:
+def report(parity: Parity) -> str:
     """The comparison as text: losses, norms, the worst parameters and the verdict."""
     if parity.crash:
         return f"FAIL: {parity.crash}"
@@ -375,7 +377,7 @@ def report(parity: Parity, *, num_rows: int = 8) -> str:
     measure = "|ours - theirs| / |theirs|, 2-norms" if parity.low_precision else "max|ours - theirs| / max|theirs|"
     if parity.parameters:
         lines += [f"worst of {len(parity.parameters)} gradients, by {measure}:", "     error       norm  parameter"]
-        lines += [f"  {one.error:8.1e}  {one.norm:9.3e}  {one.name}" for one in parity.parameters[:num_rows]]
+        lines += [f"  {one.error:8.1e}  {one.norm:9.3e}  {one.name}" for one in parity.parameters[:_NUM_WORST]]
     if parity.low_precision and parity.parameters:
         lines.append(f"all gradients together: {parity.total_error:.1e}")
     judged = "each gradient's largest difference" if not parity.low_precision else "all gradients' 2-norm difference"

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import get_args
 
 from mmtrain.config.memory_amount import show_bytes
-from mmtrain.config.sections import Strategy
+from mmtrain.config.planner import Strategy
 from mmtrain.errors import ConfigError
 from mmtrain.schedule.limits import THREADS
 

@@ -55,6 +55,8 @@ _MESSAGES = 12
 """Messages of each size, each way, in one round."""
 _COMPUTED_S = 6e-3
 """Compute on a CPU after sending one: longer than a time slice of the scheduler."""
+_COPIED_BYTES = 1 << 26
+"""Size of a measured copy between device and CPU memory."""
 
 Say = Callable[[str], None]
 
@@ -165,11 +167,11 @@ def _samples(job: Cut | None, timed: Iterator[TimedStep], steps: int, clock: Wat
         )
 
 
-def measure_host_copy(device: torch.device, num_bytes: int = 1 << 26) -> HostCopy:
+def measure_host_copy(device: torch.device) -> HostCopy:
     """Bandwidth between device and CPU memory: the slower direction, at its best of five."""
     cuda = device.type == "cuda"
-    on_device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    on_host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=cuda)
+    on_device = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=device)
+    on_host = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, pin_memory=cuda)
     rates = []
     for target, source in ((on_host, on_device), (on_device, on_host)):
         seconds = []
@@ -181,7 +183,7 @@ def measure_host_copy(device: torch.device, num_bytes: int = 1 << 26) -> HostCop
             if cuda:
                 torch.cuda.synchronize(device)
             seconds.append(time.perf_counter() - start)
-        rates.append(num_bytes / min(seconds))
+        rates.append(_COPIED_BYTES / min(seconds))
     return HostCopy(bytes_per_s=min(rates), overlaps=cuda)
 
 

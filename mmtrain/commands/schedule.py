@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from mmtrain.errors import ConfigError, MMTrainError, PlanError
 
 if TYPE_CHECKING:
-    from mmtrain.config.sections import PlannerConfig
+    from mmtrain.config.planner import PlannerConfig
     from mmtrain.planner.result import PlanResult
     from mmtrain.schedule.library.catalogue import Schedule
     from mmtrain.schedule.passes.lower import Program
@@ -389,7 +389,7 @@ class _Search:
 
     def section(self, given: "PlannerConfig | None" = None) -> "PlannerConfig":
         """The [planner] section of a job that searches. Args: given: of the job."""
-        from mmtrain.config.sections import PlannerConfig
+        from mmtrain.config.planner import PlannerConfig
 
         return replace(given or PlannerConfig(), enable=True, budget_evaluations=self.evaluations, budget_s=0.0)
 

@@ -1,14 +1,13 @@
 """[assignment]: which microbatch of which replica each sample of a step goes to."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from mmtrain.config.bounds import at_least, at_most
 from mmtrain.config.toml_sections import shown
 from mmtrain.errors import ConfigError
 
 Policy = Literal["none", "balanced", "entrain", "disttrain"]
-POLICIES: tuple[Policy, ...] = get_args(Policy)
 LEVELS = 4096
 """Default of `levels`."""
 

@@ -4,7 +4,8 @@ One frozen dataclass a TOML section; under each field its meaning and unit. Load
 value and never ignores one: an unknown key, a wrong type, a value outside of its choices or a
 missing key is refused with its dotted path. Nothing here imports torch.
 
-The sections are in `model.py`, `data.py` and `sections.py`; the rules among them are here.
+The sections are in `model.py`, `data.py`, `assignment.py`, `planner.py` and `sections.py`; the rules among them are
+here, and those of the planner with its section.
 """
 
 import difflib
@@ -15,15 +16,9 @@ from pathlib import Path
 
 from mmtrain.config.assignment import AssignmentConfig
 from mmtrain.config.data import DataConfig, DiffusionConfig, TokenizerConfig
-from mmtrain.config.model import (
-    LoRAConfig,
-    ModelConfig,
-    ProjectorConfig,
-    placeholder,
-    projector_name,
-    section_of,
-    short_form,
-)
+from mmtrain.config.model import LoRAConfig, ModelConfig, ProjectorConfig, placeholder, projector_name, section_of
+from mmtrain.config.module_tables import short_form
+from mmtrain.config.planner import PlannerConfig, check_planner
 from mmtrain.config.sections import (
     ActivationCheckpointConfig,
     CheckpointConfig,
@@ -34,7 +29,6 @@ from mmtrain.config.sections import (
     MetricsConfig,
     OptimizerConfig,
     ParallelismConfig,
-    PlannerConfig,
     TrainingConfig,
     ValidationConfig,
 )
@@ -42,7 +36,6 @@ from mmtrain.config.toml_sections import apply_override, at_home, build, dump_ta
 from mmtrain.config.topology import MeshShape
 from mmtrain.config.whole_model import with_parts
 from mmtrain.errors import ConfigError
-from mmtrain.schedule.library.names import EAGER_SCHEDULES, MEMORY_BOUNDED_SCHEDULES, file_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,21 +140,7 @@ def check(config: Config) -> None:
     _check_encoder_parallelism(config)
     _check_data(config)
     _check_dit(config)
-    _check_partition(config)
-    _check_placement(config)
-    _check_eager(config)
-    if config.planner.braid:
-        _check_braid(parallelism)
-    if config.planner.enable and config.planner.patience_s >= config.comm.timeout_seconds:
-        raise ConfigError(
-            f"planner.patience_s = {config.planner.patience_s} is not below comm.timeout_seconds = "
-            f"{config.comm.timeout_seconds}: while one replica waits for its plan, the others wait for that replica, "
-            "and would stop the job; lower the first or raise the second"
-        )
-    if file_of(config.parallelism.pipeline_parallel_schedule) is None:  # a file is not read yet
-        check_memory_limit(
-            config, keeps_limits=config.parallelism.pipeline_parallel_schedule in MEMORY_BOUNDED_SCHEDULES
-        )
+    check_planner(config.planner, config.model, parallelism, config.activation_checkpoint, config.comm)
 
 
 def _check_assignment(config: Config) -> None:
@@ -196,66 +175,6 @@ def _check_assignment(config: Config) -> None:
 
 LEAST_SAMPLE_TOKENS = 2
 """A question and a token to predict."""
-
-
-def _check_eager(config: Config) -> None:
-    """Refuses forwards ahead of a schedule's rule where there is no such rule or no encoder."""
-    count, schedule = config.planner.eager_forwards, config.parallelism.pipeline_parallel_schedule
-    if count and schedule not in EAGER_SCHEDULES:
-        raise ConfigError(
-            f'planner.eager_forwards = {count} with parallelism.pipeline_parallel_schedule = "{schedule}", which has '
-            f"no number of forwards in flight to raise; set 0, or choose one of {', '.join(EAGER_SCHEDULES)}"
-        )
-    if count and len(config.model.cut_modules) == 1:
-        raise ConfigError(
-            f"planner.eager_forwards = {count}, but the model has one module, so no encoder can work ahead; set 0"
-        )
-
-
-def _check_braid(section: ParallelismConfig) -> None:
-    if section.tensor_parallel_degree == 1:
-        raise ConfigError(
-            "planner.braid = true with parallelism.tensor_parallel_degree = 1: nothing is exchanged inside of layers, "
-            "so blocks of a forward and a backward hide nothing; remove it, or raise the degree"
-        )
-    if section.fsdp_reshard_after_forward == "always":
-        raise ConfigError(
-            'planner.braid = true with parallelism.fsdp_reshard_after_forward = "always": one pass of a block would '
-            'free parameters that the other one still uses; set "step", or remove planner.braid'
-        )
-
-
-def check_memory_limit(config: Config, *, keeps_limits: bool) -> None:
-    """Refuses a limit that nobody would keep: neither the planner, which chooses memory, nor the schedule.
-
-    Args: keeps_limits: whether the schedule does. Raises: ConfigError: nobody would.
-    """
-    section, schedule = config.planner, config.parallelism.pipeline_parallel_schedule
-    if keeps_limits:
-        return
-    bounded = " and ".join(map(repr, MEMORY_BOUNDED_SCHEDULES))
-    chooses = config.activation_checkpoint.mode == "none" and len(section.memory_strategies) > 1
-    if section.memory_limit and section.enable and section.memory and not (section.interleave or chooses):
-        raise ConfigError(
-            f'planner.memory_limit = "{section.memory_limit}" with planner.interleave = false: the orders are those of '
-            f'"{schedule}", which has its own rule of memory, and activation_checkpoint.mode = '
-            f'"{config.activation_checkpoint.mode}" with planner.memory_strategies = {section.memory_strategies} '
-            "leaves no choice of memory either. Set planner.interleave = true, mode none and more strategies, or one "
-            f"of the schedules {bounded}"
-        )
-    if section.memory_limit and not (section.enable and section.memory):
-        switch = "enable" if not section.enable else "memory"
-        raise ConfigError(
-            f'planner.memory_limit = "{section.memory_limit}" with planner.{switch} = false is kept by '
-            f'parallelism.pipeline_parallel_schedule = {bounded} alone; "{schedule}" has its own rule of memory. '
-            f"Set planner.{switch} = true, or one of these schedules, or remove the limit"
-        )
-    if section.activation_memory_gib:
-        raise ConfigError(
-            f"planner.activation_memory_gib = {section.activation_memory_gib} is honoured by "
-            f"parallelism.pipeline_parallel_schedule = {bounded} alone; "
-            f'"{schedule}" bounds its memory by its own rule. Remove one of the two'
-        )
 
 
 VIDEO_KEYS = (
@@ -300,54 +219,6 @@ def _check_data(config: Config) -> None:
     if video and config.tokenizer.chat_template:
         value = shown(config.tokenizer.chat_template)
         raise ConfigError(f"tokenizer.chat_template = {value} has no effect: captions are no conversations; remove it")
-
-
-def _check_partition(config: Config) -> None:
-    """Refuses to cut modules by themselves where all are cut as one chain."""
-    how = config.planner.partition
-    if not how.startswith("mixed"):
-        return
-    keys: list[tuple[str, str | int]] = []
-    for name, section in config.model.cut_modules.items():
-        keys += [(f"{section_of(name)}.num_segments", section.num_segments)] if name != "language" else []
-        keys += [(f"{section_of(name)}.pipeline_layout", section.pipeline_layout)]
-    for key, value in keys:
-        if value:
-            raise ConfigError(
-                f'planner.partition = "{how}" cuts all modules as one chain, but {key} = {value!r} cuts a module by '
-                'itself; remove it, or set planner.partition = "search"'
-            )
-
-
-def _check_placement(config: Config) -> None:
-    """Refuses placements that cannot be, and numbers of ranks that have no effect or do not add up."""
-    how, num_ranks = config.planner.placement, config.parallelism.pipeline_parallel_degree
-    sections = {f"{section_of(name)}.ranks": section.ranks for name, section in config.model.cut_modules.items()}
-    given = {key: ranks for key, ranks in sections.items() if ranks}
-    if how == "spread":
-        for key, ranks in given.items():
-            raise ConfigError(
-                f'{key} = {ranks} has no effect with planner.placement = "spread", in which all ranks hold a part of '
-                'each module; remove it, or set "parallel" or "colocated"'
-            )
-        return
-    if len(sections) == 1:
-        raise ConfigError(
-            f'planner.placement = "{how}", but the model has one module; set "spread", which puts it on all ranks'
-        )
-    if config.planner.partition != "search":
-        raise ConfigError(
-            f'planner.placement = "{how}" with planner.partition = "{config.planner.partition}", which puts every '
-            "module on all ranks; remove one of the two"
-        )
-    if how in ("search", "replicated") and given:
-        key, ranks = next(iter(given.items()))
-        raise ConfigError(f'{key} = {ranks} has no effect with planner.placement = "{how}"; remove it')
-    if num_ranks < 2:
-        raise ConfigError(
-            f'planner.placement = "{how}" with parallelism.pipeline_parallel_degree = {num_ranks}: modules on ranks of '
-            'their own need at least two; raise the degree, or set "spread"'
-        )
 
 
 def _check_dit(config: Config) -> None:

@@ -3,12 +3,14 @@
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from mmtrain.config.sections import PlannerConfig
+from mmtrain.config.planner import PlannerConfig
 from mmtrain.costs.noise import EXACT, Noise
 from mmtrain.costs.overheads import NO_OVERHEADS, Overheads
 from mmtrain.schedule.problem import P2P
+from mmtrain.spec.layer import LayerSpec
 from mmtrain.spec.recomputation import Recomputation
-from mmtrain.spec.spec import LayerSpec, ModuleSpec, WorkSize
+from mmtrain.spec.spec import ModuleSpec
+from mmtrain.spec.work_size import WorkSize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,10 @@ from mmtrain.costs.overheads import Overheads
 from mmtrain.costs.profile.profile import SPLIT_TIMES, Profile, check_fits
 from mmtrain.modality.submesh import Submesh
 from mmtrain.schedule.problem import P2P
+from mmtrain.spec.layer import LayerSpec
 from mmtrain.spec.recomputation import Recomputation
-from mmtrain.spec.spec import LayerSpec, ModelSpec, ModuleSpec, WorkSize
+from mmtrain.spec.spec import ModelSpec, ModuleSpec
+from mmtrain.spec.work_size import WorkSize
 
 
 @dataclass(frozen=True, kw_only=True)

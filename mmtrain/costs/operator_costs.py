@@ -25,7 +25,8 @@ from mmtrain.spec.builders import DTYPE_BYTES
 from mmtrain.spec.linears import adapted_linears
 from mmtrain.spec.modules import projection_of, shape_of
 from mmtrain.spec.recomputation import ATTENTION, PRODUCTS, Recomputation
-from mmtrain.spec.spec import ModelSpec, ModuleSpec, WorkSize
+from mmtrain.spec.spec import ModelSpec, ModuleSpec
+from mmtrain.spec.work_size import WorkSize
 
 OPTIMIZER_BYTES = 7 * 4
 """AdamW reads parameter, gradient and two moments, and writes all but the gradient, in float32."""

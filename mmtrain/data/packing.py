@@ -322,8 +322,7 @@ def plan_step(
             dropped[sample] = item
         else:
             assert len(item) == len(full) and min(item) > 0 and _fits(item, full), (sample, item, limits)
-            with_room = (b for b in range(num_bins) if _fits(item, room[b]))
-            index = max(with_room, key=lambda b: room[b][0], default=None) if num_samples else next(with_room, None)
+            index = _bin_of(item, room, roomiest=num_samples > 0)
             if index is None:
                 break
             bins[index].append(sample)
@@ -353,6 +352,12 @@ def _too_few(
         f"training.global_batch_size = {num_bins} microbatches of {' and '.join(limit.key for limit in limits)}; lower "
         "one of these or add samples"
     )
+
+
+def _bin_of(size: Size, room: list[Size], *, roomiest: bool) -> int | None:
+    """The first bin with room for a sample, or the one with most room under the first limit; None: it fits no bin."""
+    with_room = (index for index, free in enumerate(room) if _fits(size, free))
+    return max(with_room, key=lambda index: room[index][0], default=None) if roomiest else next(with_room, None)
 
 
 def _fits(size: Size, room: Size) -> bool:

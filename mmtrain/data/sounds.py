@@ -300,7 +300,7 @@ def mel_filters(mel_bins: int, rate: int) -> np.ndarray:
     Source: M. Slaney, Auditory Toolbox, Interval Research Corporation, technical report 1998-010.
     """
     hertz = np.linspace(0, rate // 2, N_FFT // 2 + 1)
-    corners = _hertz(np.linspace(0, _mel(_MAX_HERTZ), mel_bins + 2))
+    corners = _hertz(np.linspace(0, _MAX_MELS, mel_bins + 2))
     widths = np.diff(corners)
     slopes = corners[:, None] - hertz
     rising, falling = -slopes[:-2] / widths[:-1, None], slopes[2:] / widths[1:, None]
@@ -312,12 +312,7 @@ def mel_filters(mel_bins: int, rate: int) -> np.ndarray:
 _LINEAR_MELS, _LINEAR_HERTZ = 15.0, 1000.0
 """Below this frequency mels are proportional to it, above to its logarithm."""
 _LOG_STEP = math.log(6.4) / 27
-
-
-def _mel(hertz: float) -> float:
-    if hertz < _LINEAR_HERTZ:
-        return hertz * _LINEAR_MELS / _LINEAR_HERTZ
-    return _LINEAR_MELS + math.log(hertz / _LINEAR_HERTZ) / _LOG_STEP
+_MAX_MELS = _LINEAR_MELS + math.log(_MAX_HERTZ / _LINEAR_HERTZ) / _LOG_STEP
 
 
 def _hertz(mels: np.ndarray) -> np.ndarray:

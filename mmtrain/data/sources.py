@@ -7,7 +7,6 @@ Images in parquet and hub data are the `Image` feature (bytes or a path). In JSO
 `data:image/...;base64,` URLs. Relative paths start at the folder of the file that contains the record.
 """
 
-import difflib
 import hashlib
 import importlib.util
 import re
@@ -371,11 +370,3 @@ def _cache_of(path: Path) -> str:
     stats = [(file, file.stat()) for file in files]
     now = "\n".join(f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns}" for file, stat in stats)
     return str(Path(datasets.config.HF_DATASETS_CACHE) / "mmtrain" / hashlib.sha256(now.encode()).hexdigest()[:16])
-
-
-def check_column(wanted: str, name: str, columns: list[str]) -> None:
-    """Checks that a source has a column. Raises: ConfigError: with its columns, and a similar name."""
-    if wanted not in columns:
-        near = difflib.get_close_matches(wanted, columns, 1, cutoff=0.75)
-        hint = f"; did you mean {near[0]!r}? rename it" if near else ""
-        raise ConfigError(f"data.source {name} has no column `{wanted}`; it has {', '.join(columns)}{hint}")

@@ -9,7 +9,9 @@ from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.modality.split import split_evenly
 from mmtrain.modality.submesh import Submesh
 from mmtrain.schedule.graph import Work
-from mmtrain.spec.spec import Division, ModuleSpec, Rates, WorkSize
+from mmtrain.spec.layer import Division
+from mmtrain.spec.spec import ModuleSpec
+from mmtrain.spec.work_size import Rates, WorkSize
 
 Unit = Any
 """The smallest part of a batch that a work consumes whole: the metadata of an image, a document or a clip. Hashable;

@@ -8,7 +8,8 @@ from mmtrain.modality.clips import Captions, Frames, Latents
 from mmtrain.modality.documents import Documents
 from mmtrain.modality.images import Images
 from mmtrain.modality.submesh import Submesh
-from mmtrain.spec.spec import Division, ModelSpec, ModuleSpec
+from mmtrain.spec.layer import Division
+from mmtrain.spec.spec import ModelSpec, ModuleSpec
 
 MODALITIES: dict[str, Callable[[LanguageMask, str], Modality]] = {
     "images": lambda mask, module: Images(module),

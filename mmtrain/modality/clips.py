@@ -9,8 +9,10 @@ from mmtrain.errors import PlanError
 from mmtrain.modality.base import Modality, Units, Weigh, WorkItem, forward_rates
 from mmtrain.modality.metadata import ClipMeta, IterationMeta, MicrobatchMeta
 from mmtrain.modality.submesh import Submesh
+from mmtrain.spec.layer import Division
 from mmtrain.spec.rows import share_of
-from mmtrain.spec.spec import Division, ModuleSpec, WorkSize, clips_work, documents_work, frames_work
+from mmtrain.spec.spec import ModuleSpec, clips_work, documents_work, frames_work
+from mmtrain.spec.work_size import WorkSize
 
 
 class Clips(Modality):

@@ -12,7 +12,8 @@ from mmtrain.modality.metadata import DocumentMeta, IterationMeta, MicrobatchMet
 from mmtrain.modality.submesh import Indices, Submesh, pad_indices
 from mmtrain.modality.token_split import split_tokens
 from mmtrain.spec.rows import share_of
-from mmtrain.spec.spec import ModuleSpec, WorkSize, documents_work
+from mmtrain.spec.spec import ModuleSpec, documents_work
+from mmtrain.spec.work_size import WorkSize
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,10 @@ from mmtrain.modality.base import Modality, Units, Weigh, WorkItem, first_of, fo
 from mmtrain.modality.metadata import ImageMeta, IterationMeta, MicrobatchMeta
 from mmtrain.modality.submesh import Indices, Submesh, pad_indices
 from mmtrain.modality.token_split import longest_first
+from mmtrain.spec.layer import Division
 from mmtrain.spec.rows import part_of, share_of
-from mmtrain.spec.spec import Division, ModuleSpec, WorkSize, images_work
+from mmtrain.spec.spec import ModuleSpec, images_work
+from mmtrain.spec.work_size import WorkSize
 
 
 class Images(Modality):

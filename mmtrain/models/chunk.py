@@ -36,7 +36,8 @@ from mmtrain.models.vision_rows import VisionRows
 from mmtrain.spec.linears import adapted_linears
 from mmtrain.spec.model_configs import encoder_config, language_config
 from mmtrain.spec.rows import RowSharding, WholeRows
-from mmtrain.spec.spec import ModelSpec, ModuleSpec, WorkSize
+from mmtrain.spec.spec import ModelSpec, ModuleSpec
+from mmtrain.spec.work_size import WorkSize
 
 
 class Chunk(nn.Module):

@@ -29,7 +29,8 @@ from mmtrain.models.projector import Grid
 from mmtrain.spec.model_configs import dit_config
 from mmtrain.spec.rows import share_of
 from mmtrain.spec.shapes import DitShape
-from mmtrain.spec.spec import TIME_ROWS, ModelSpec
+from mmtrain.spec.spec import ModelSpec
+from mmtrain.spec.work_size import TIME_ROWS
 
 FromClean = Callable[[Tensor], Tensor]
 """Clean latents [C, F, H, W] of one clip in float32 -> noisy latents, or a target."""

@@ -21,7 +21,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from mmtrain.config import config
 from mmtrain.config.config import Config
 from mmtrain.config.model import EncoderConfig, LanguageConfig, ModelConfig, ProjectorConfig, ProjectorName, Trainable
-from mmtrain.config.sections import JobConfig, ParallelismConfig, PlannerConfig
+from mmtrain.config.planner import PlannerConfig
+from mmtrain.config.sections import JobConfig, ParallelismConfig
 from mmtrain.errors import ConfigError
 from mmtrain.launch.whole_files import new_folder
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mmtrain.config.config import Config
 from mmtrain.config.memory_amount import show_gib
-from mmtrain.config.sections import MEMORY_STRATEGIES
+from mmtrain.config.planner import MEMORY_STRATEGIES
 from mmtrain.errors import MMTrainError
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.observe.observer import RunningStep

@@ -14,7 +14,7 @@ from mmtrain.planner.job import Job
 from mmtrain.schedule.action import Action, Kind
 from mmtrain.schedule.timeline import Timeline
 from mmtrain.schedule.view.draw import png, svg, trace_events
-from mmtrain.spec.spec import Flops
+from mmtrain.spec.layer import Flops
 
 
 @dataclass(frozen=True, kw_only=True)

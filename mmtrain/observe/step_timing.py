@@ -16,7 +16,7 @@ from mmtrain.parallel.runtime import StepOutcome
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.timeline import Timeline
 from mmtrain.schedule.view.waits import Floats, Waits, waits
-from mmtrain.spec.spec import Flops
+from mmtrain.spec.layer import Flops
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mmtrain.config.sections import PlannerConfig
+from mmtrain.config.planner import PlannerConfig
 from mmtrain.errors import PlanError
 from mmtrain.launch.launched import local_world_size
 from mmtrain.modality.metadata import IterationMeta

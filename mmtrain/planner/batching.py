@@ -17,7 +17,8 @@ from mmtrain.modality.catalogue import MODALITIES, modalities
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta, check_deferral
 from mmtrain.modality.submesh import Submesh
 from mmtrain.schedule.graph import Work
-from mmtrain.spec.spec import ModelSpec, ModuleSpec, WorkSize
+from mmtrain.spec.spec import ModelSpec, ModuleSpec
+from mmtrain.spec.work_size import WorkSize
 
 SubMicrobatch = int | Mapping[str, int]
 """Images or clips in one work, of all modules or by their names; 0 or absent: all of a microbatch."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mmtrain.config.sections import PlannerConfig
+from mmtrain.config.planner import PlannerConfig
 from mmtrain.costs.cost_model import CostModel
 from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.batching import Batching, SubMicrobatch
@@ -15,7 +15,9 @@ from mmtrain.schedule.passes.lower import Program, lower
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.timeline import Timeline
-from mmtrain.spec.spec import Flops, ModelSpec, WorkSize
+from mmtrain.spec.layer import Flops
+from mmtrain.spec.spec import ModelSpec
+from mmtrain.spec.work_size import WorkSize
 
 
 @dataclass(frozen=True, kw_only=True)

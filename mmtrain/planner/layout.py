@@ -8,7 +8,7 @@ from mmtrain.modality.documents import DocumentsLayout
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.batching import Batching
-from mmtrain.spec.spec import WorkSize
+from mmtrain.spec.work_size import WorkSize
 
 
 class IterationLayout:

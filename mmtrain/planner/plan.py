@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from mmtrain.config.sections import PlannerConfig
+from mmtrain.config.planner import PlannerConfig
 from mmtrain.costs.noise import EXACT, Noise
 from mmtrain.errors import PlanError
 from mmtrain.planner.result import PlanResult

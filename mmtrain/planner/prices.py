@@ -12,8 +12,10 @@ from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.memory.options import BlockKind, BlockPrice, MemoryChoices, Offer, offer, shape_class, weighted
 from mmtrain.planner.partition.partition import StageSpec
 from mmtrain.schedule.problem import Option
+from mmtrain.spec.layer import LayerSpec
 from mmtrain.spec.memory_strategies import BlockMemory
-from mmtrain.spec.spec import LayerSpec, ModelSpec, ModuleSpec, WorkSize
+from mmtrain.spec.spec import ModelSpec, ModuleSpec
+from mmtrain.spec.work_size import WorkSize
 
 LEAST_BACKWARD_S = 1e-9
 """Seconds that a backward takes at least, even without FLOPs (an embedding): 0 means that there is no backward."""

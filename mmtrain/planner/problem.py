@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mmtrain.config.memory_amount import show_bytes
-from mmtrain.config.sections import PlannerConfig
+from mmtrain.config.planner import PlannerConfig
 from mmtrain.costs.cost_model import CostModel
 from mmtrain.costs.overheads import charged
 from mmtrain.errors import PlanError

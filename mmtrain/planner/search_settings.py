@@ -2,7 +2,7 @@
 
 import hashlib
 
-from mmtrain.config.sections import PlannerConfig
+from mmtrain.config.planner import PlannerConfig
 from mmtrain.costs.noise import EXACT, Noise
 from mmtrain.planner.search.search_options import SearchOptions
 

@@ -50,7 +50,8 @@ class Link:
 class Instruction:
     """One action of a registered kind: what it waits for, and what waits for it, all on its stage's rank.
 
-    A user registers its kind (`Kind.register`) and a handler for it with the runtime.
+    It is local to that rank. A user registers its kind (`Kind.register`). Plans with them are checked, simulated
+    and drawn; the runtime refuses them, since it has no handlers of such kinds.
     """
 
     kind: Kind

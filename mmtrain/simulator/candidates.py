@@ -15,7 +15,7 @@ from mmtrain.modality.split import split_evenly
 from mmtrain.planner.assignment.sample_costs import SampleCosts, SamplePricer, times
 from mmtrain.simulator.job import check_degrees
 from mmtrain.simulator.stable_batch import proportional
-from mmtrain.spec.spec import ZERO_WORK, WorkSize
+from mmtrain.spec.work_size import ZERO_WORK, WorkSize
 
 
 @dataclass(frozen=True, kw_only=True)

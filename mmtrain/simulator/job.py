@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from mmtrain.config.config import Config, check_memory_limit, uses_fsdp
+from mmtrain.config.config import Config, uses_fsdp
+from mmtrain.config.planner import check_memory_limit
 from mmtrain.costs.cost_model import CostModel
 from mmtrain.costs.job_costs import cost_model
 from mmtrain.modality.submesh import Submesh
@@ -34,7 +35,9 @@ def make_job(config: Config, choose: Choose = choose_partition) -> Job:
     """
     spec = job_spec(config)
     schedule = job_schedule(config)
-    check_memory_limit(config, keeps_limits=schedule.keeps_memory_limits)
+    check_memory_limit(
+        config.planner, config.parallelism, config.activation_checkpoint, keeps_limits=schedule.keeps_memory_limits
+    )
     costs = cost_model(config, spec)
     sub_microbatch = sub_microbatch_size(config, spec, costs)
     choice = choose(config, spec, costs, sub_microbatch)

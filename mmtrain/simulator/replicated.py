@@ -21,7 +21,8 @@ from mmtrain.planner.partition.partition import Partition, partition
 from mmtrain.schedule.graph import ModuleStages, Work
 from mmtrain.schedule.problem import Option, PlanningProblem
 from mmtrain.simulator.partition_choice import Choice, placing_weights
-from mmtrain.spec.spec import ZERO_WORK, ModelSpec
+from mmtrain.spec.spec import ModelSpec
+from mmtrain.spec.work_size import ZERO_WORK
 
 
 def replicated_choice(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch: SubMicrobatch) -> Choice:

@@ -11,7 +11,8 @@ from typing import Any
 from mmtrain.config import config as config_module
 from mmtrain.config.config import Config
 from mmtrain.config.model import ModelConfig
-from mmtrain.config.sections import CheckpointConfig, MetricsConfig, ParallelismConfig, PlannerConfig, ValidationConfig
+from mmtrain.config.planner import PlannerConfig
+from mmtrain.config.sections import CheckpointConfig, MetricsConfig, ParallelismConfig, ValidationConfig
 from mmtrain.modality.catalogue import division_of
 from mmtrain.modality.small_data import most_image_tokens, small_data
 from mmtrain.modality.submesh import Submesh

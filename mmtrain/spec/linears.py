@@ -9,9 +9,10 @@ from mmtrain.config.model import LoRAConfig, ModelConfig, section_of
 from mmtrain.errors import ConfigError
 from mmtrain.families.catalogue import TABLES
 from mmtrain.families.shapes import FULL, LanguageShape, VisionShape
+from mmtrain.spec.layer import AdapterSpec, LayerSpec
 from mmtrain.spec.shapes import language_shape
-from mmtrain.spec.spec import AdapterSpec, LayerSpec, Rates
 from mmtrain.spec.vision_shapes import vision_shape
+from mmtrain.spec.work_size import Rates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,9 @@ Only the blocks of modules are recomputed; first and last layers (embeddings, no
 from dataclasses import dataclass
 
 from mmtrain.config.sections import ActivationCheckpointConfig
+from mmtrain.spec.layer import LayerSpec
 from mmtrain.spec.memory_strategies import BlockMemory
-from mmtrain.spec.spec import LayerSpec, WorkSize
+from mmtrain.spec.work_size import WorkSize
 
 PRODUCTS = ("aten.mm", "aten.addmm")
 """The operations of linear layers."""

@@ -14,7 +14,7 @@ from typing import Any
 from mmtrain.config.model import ModelConfig, VaeConfig
 from mmtrain.errors import ConfigError
 from mmtrain.spec.model_configs import dit_config, vae_config
-from mmtrain.spec.spec import Rates
+from mmtrain.spec.work_size import Rates
 
 Size = tuple[int, int, int]
 """Frames, rows and columns."""
@@ -200,29 +200,10 @@ def _autoencoder_kl(values: dict[str, Any], where: str) -> VaeShape:
 
 def _autoencoder_kl_wan(values: dict[str, Any], where: str) -> VaeShape:
     """AutoencoderKLWan, whose convolutions are causal in time; two of its levels halve the number of frames."""
+    _check_wan(values, where)
     widths = [values["base_dim"] * factor for factor in values["dim_mult"]]
     halves_frames, channels = values["temperal_downsample"], values["z_dim"]
     last_level = len(widths) - 1
-    if not widths or len(halves_frames) != last_level or sum(halves_frames) != 2:
-        raise ConfigError(
-            f"{where}: temperal_downsample = {list(halves_frames)} with dim_mult = {list(values['dim_mult'])}; it has "
-            "one entry less than dim_mult, two of them true, since the class encodes four frames at once"
-        )
-    for key, absent in (("is_residual", False), ("patch_size", None), ("attn_scales", ())):
-        if (value := values.get(key, absent)) and value != absent:
-            raise ConfigError(
-                f"{where}: {key} = {value!r} is of another kind of VAE (Wan 2.2), which is not supported; choose "
-                "one of Wan 2.1"
-            )
-    for key in ("latents_mean", "latents_std"):
-        if len(values[key]) != channels:
-            raise ConfigError(
-                f"{where}: {key} has {len(values[key])} numbers, but there are z_dim = {channels} latent channels; "
-                "give one for each"
-            )
-    if min(values["latents_std"]) <= 0:
-        raise ConfigError(f"{where}: latents_std = {list(values['latents_std'])}; each must be above 0")
-    _check_pixels(values, where)
     base_dim = values["base_dim"]
     num_halvings = 0
 
@@ -260,6 +241,31 @@ def _autoencoder_kl_wan(values: dict[str, Any], where: str) -> VaeShape:
         norm_params=1,
         attention_width=inputs,
     )
+
+
+def _check_wan(values: dict[str, Any], where: str) -> None:
+    """Refuses values that the class has not, or that do not fit together."""
+    factors, halves_frames, channels = values["dim_mult"], values["temperal_downsample"], values["z_dim"]
+    if not factors or len(halves_frames) != len(factors) - 1 or sum(halves_frames) != 2:
+        raise ConfigError(
+            f"{where}: temperal_downsample = {list(halves_frames)} with dim_mult = {list(factors)}; it has "
+            "one entry less than dim_mult, two of them true, since the class encodes four frames at once"
+        )
+    for key, absent in (("is_residual", False), ("patch_size", None), ("attn_scales", ())):
+        if (value := values.get(key, absent)) and value != absent:
+            raise ConfigError(
+                f"{where}: {key} = {value!r} is of another kind of VAE (Wan 2.2), which is not supported; choose "
+                "one of Wan 2.1"
+            )
+    for key in ("latents_mean", "latents_std"):
+        if len(values[key]) != channels:
+            raise ConfigError(
+                f"{where}: {key} has {len(values[key])} numbers, but there are z_dim = {channels} latent channels; "
+                "give one for each"
+            )
+    if min(values["latents_std"]) <= 0:
+        raise ConfigError(f"{where}: latents_std = {list(values['latents_std'])}; each must be above 0")
+    _check_pixels(values, where)
 
 
 def _frames(halved: int) -> Rates:

@@ -255,9 +255,9 @@ def planned_cases() -> dict[str, Case]:
     for job in ("vlm_s", "t2v_s"):
         planner, problem = drawn_problem(f"{job}.toml")
         found[f"{job}, searched"] = searched(problem, 0)
-        plan = make_plan(problem, planner.schedule).plan
+        plan = make_plan(problem, planner.job.schedule).plan
         assert plan is not None
-        found[f"{job}, {planner.schedule.name}"] = Case(problem=problem, plan=plan)
+        found[f"{job}, {planner.job.schedule.name}"] = Case(problem=problem, plan=plan)
     chain = plain_chain(RANKS, 4, CATALOGUE["1F1B"], transfer_s=0.2)
     forward = replace_backward(chain)
     found["forward only"] = Case(problem=forward, plan=make_plan(forward, "1F1B").plan)

@@ -69,7 +69,7 @@ ELSEWHERE = {
     "python benchmarks/entrain.py --parts packed": "a part of all of it",
     "python benchmarks/entrain.py --parts std,cpu": "parts of all of it",
     "benchmarks/on_gpu.sh pack FOLDER": "needs a network, for wheels",
-    "benchmarks/on_gpu.sh wheels": "needs a network, for wheels",
+    "benchmarks/on_gpu.sh wheels": "needs the folder of wheels that pack makes",
     "benchmarks/on_gpu.sh all": "needs a GPU",
     "pytest -m gpu": "needs a GPU",
     "make train": "its job, debug_qwen2_vl.toml, is on the page",

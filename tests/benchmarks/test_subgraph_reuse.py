@@ -9,7 +9,7 @@ from subgraph_reuse.reuse import Reuse
 from mmtrain.costs.operators.execution import run
 from mmtrain.costs.operators.graph import Device, DeviceKind, Graph, Operator, OpKind, TensorNode
 from mmtrain.errors import PlanError
-from mmtrain.spec.spec import Rates, WorkSize
+from mmtrain.spec.work_size import Rates, WorkSize
 from tests.costs.operators.graphs import LATENCIES, SIZES, nests
 from tests.examples import examples
 

@@ -11,7 +11,8 @@ from mmtrain.costs.sub_microbatch import Curve
 from mmtrain.modality.probes import probing_iteration
 from mmtrain.planner.batching import make_batching
 from mmtrain.spec.recomputation import Recomputation
-from mmtrain.spec.spec import ModelSpec, WorkSize
+from mmtrain.spec.spec import ModelSpec
+from mmtrain.spec.work_size import WorkSize
 
 MACHINE = {
     "date": "2026-01-01", "processor": "none", "device": "cpu", "cores": 2, "threads": 1, "copies": 2, "load": 0.0,

@@ -2,11 +2,12 @@ from dataclasses import replace
 
 import pytest
 
-from mmtrain.config.sections import PlannerConfig
+from mmtrain.config.planner import PlannerConfig
 from mmtrain.costs.cost_model import FlopsCosts, LayerTimes, equal_layers
 from mmtrain.costs.overheads import NO_OVERHEADS
 from mmtrain.spec.recomputation import Recomputation
-from mmtrain.spec.spec import ModuleSpec, Rates, WorkSize
+from mmtrain.spec.spec import ModuleSpec
+from mmtrain.spec.work_size import Rates, WorkSize
 from tests.planner.specs import layers, vlm
 
 SIZE = WorkSize(rows=100, pairs=0, outputs=0)

@@ -23,7 +23,8 @@ from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.simulator.job import make_job
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.recomputation import Recomputation
-from mmtrain.spec.spec import ModuleSpec, WorkSize, clips_work, documents_work, frames_work, images_work
+from mmtrain.spec.spec import ModuleSpec, clips_work, documents_work, frames_work, images_work
+from mmtrain.spec.work_size import WorkSize
 from tests.reference import model_config
 
 ROOT = Path(__file__).resolve().parents[2]

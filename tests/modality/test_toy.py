@@ -13,7 +13,8 @@ from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.batching import Batching, check_conservation, make_batching
 from mmtrain.planner.layout import IterationLayout
 from mmtrain.spec.rows import share_of
-from mmtrain.spec.spec import ModelSpec, ModuleSpec, WorkSize
+from mmtrain.spec.spec import ModelSpec, ModuleSpec
+from mmtrain.spec.work_size import WorkSize
 from tests.planner.specs import microbatch, vlm
 
 

@@ -12,7 +12,8 @@ from mmtrain.models.build import build_chunk
 from mmtrain.models.chunk import Chunk
 from mmtrain.models.initialise import init_weights
 from mmtrain.spec.builders import model_spec
-from mmtrain.spec.spec import ModelSpec, WorkSize, clips_work
+from mmtrain.spec.spec import ModelSpec, clips_work
+from mmtrain.spec.work_size import WorkSize
 
 TEXT = {
     "model_type": "qwen2",

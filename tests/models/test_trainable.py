@@ -19,7 +19,7 @@ from mmtrain.models.pretrained import load_pretrained
 from mmtrain.models.trainable import is_adapter, plain_name
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.linears import adapted_linears
-from mmtrain.spec.spec import WorkSize
+from mmtrain.spec.work_size import WorkSize
 from tests.lora import ALPHA, RANK, fill_adapters, with_lora
 
 FAMILIES = [

@@ -18,8 +18,9 @@ from mmtrain.models.initialise import init_weights
 from mmtrain.models.pretrained import load_pretrained
 from mmtrain.models.vae import VaeDecoder, vae_adapter
 from mmtrain.spec.builders import model_spec
-from mmtrain.spec.spec import WorkSize, frames_work
+from mmtrain.spec.spec import frames_work
 from mmtrain.spec.vae_shapes import _SHAPES, LatentScale, vae_shape
+from mmtrain.spec.work_size import WorkSize
 from tests.models.dits import KL, VAES, WAN_VAE, chunk, t2v
 
 CLASSES = {"kl": diffusers.AutoencoderKL, "wan": diffusers.AutoencoderKLWan}

@@ -7,7 +7,7 @@ from mmtrain.observe.step_files import flops_of
 from mmtrain.observe.step_timing import StepTiming, planned_timing
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.simulate import simulate
-from mmtrain.spec.spec import Flops
+from mmtrain.spec.layer import Flops
 from tests.observe.test_metrics import lines, recorded, reporter, step_of
 from tests.schedule.problems import option, two_modules
 

@@ -12,7 +12,8 @@ import torch
 from mmtrain.config.config import Config, uses_fsdp
 from mmtrain.config.data import DataConfig
 from mmtrain.config.model import ModelConfig
-from mmtrain.config.sections import ActivationCheckpointConfig, ParallelismConfig, PlannerConfig, TrainingConfig
+from mmtrain.config.planner import PlannerConfig
+from mmtrain.config.sections import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
 from mmtrain.config.topology import AXES, MeshShape
 from mmtrain.costs.cost_model import FlopsCosts
 from mmtrain.errors import PlanError

@@ -10,7 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mmtrain.config.sections import ActivationCheckpointConfig, PlannerConfig
+from mmtrain.config.planner import PlannerConfig
+from mmtrain.config.sections import ActivationCheckpointConfig
 from mmtrain.costs.cost_model import FlopsCosts
 from mmtrain.errors import ConfigError, PlanError
 from mmtrain.modality.bitfield import language_bits
@@ -30,11 +31,12 @@ from mmtrain.planner.memory.options import MemoryChoices
 from mmtrain.planner.partition.partition import partition
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.spec.builders import model_spec
+from mmtrain.spec.layer import Division
 from mmtrain.spec.linears import block_linears
 from mmtrain.spec.memory_strategies import StageMemory
 from mmtrain.spec.recomputation import Recomputation
 from mmtrain.spec.shapes import language_shape
-from mmtrain.spec.spec import Division, documents_work, images_work
+from mmtrain.spec.spec import documents_work, images_work
 from mmtrain.spec.vision_shapes import vision_shape
 from tests.lora import with_lora
 from tests.reference import ENCODERS, LANGUAGES, make_batch, model_config, two_grids

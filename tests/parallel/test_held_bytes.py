@@ -16,8 +16,9 @@ from mmtrain.models.initialise import init_weights
 from mmtrain.parallel.context import KeyValueGather, RowExchange
 from mmtrain.parallel.tensor import apply_tensor_parallel
 from mmtrain.spec.builders import model_spec
+from mmtrain.spec.layer import Division
 from mmtrain.spec.recomputation import Recomputation
-from mmtrain.spec.spec import Division, documents_work, images_work
+from mmtrain.spec.spec import documents_work, images_work
 from tests.lora import with_lora
 from tests.models.conftest import tiny_model
 from tests.pairwise import covering

@@ -26,8 +26,8 @@ from mmtrain.parallel.tensor import apply_tensor_parallel, finish_gradients
 from mmtrain.parallel.torch_private import keep_grads_local
 from mmtrain.parallel.weight_grads import WeightGrads
 from mmtrain.spec.builders import model_spec
+from mmtrain.spec.layer import Division
 from mmtrain.spec.rows import padded
-from mmtrain.spec.spec import Division
 from tests.models.dits import Clips, chunk, t2v
 from tests.parallel.tensor_cases import gradients, largest_error, whole_gradients_agree
 from tests.ranks import run_ranks

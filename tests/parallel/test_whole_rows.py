@@ -15,7 +15,7 @@ from mmtrain.models.initialise import init_weights
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.tensor import apply_tensor_parallel, finish_gradients
 from mmtrain.spec.builders import model_spec
-from mmtrain.spec.spec import Division
+from mmtrain.spec.layer import Division
 from tests.lora import with_lora
 from tests.models.conftest import tiny_model
 from tests.models.dits import Clips, t2v

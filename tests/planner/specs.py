@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 
 from mmtrain.modality.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
-from mmtrain.spec.spec import LayerSpec, ModelSpec, ModuleSpec, Rates
+from mmtrain.spec.layer import LayerSpec
+from mmtrain.spec.spec import ModelSpec, ModuleSpec
+from mmtrain.spec.work_size import Rates
 
 
 def layers(count: int, *, flops: float = 1.0, trainable: bool = True, name: str = "layers") -> list[LayerSpec]:

@@ -9,7 +9,8 @@ from mmtrain.modality.bitfield import LanguageMask, language_bits, visible_keys
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.planner.batching import Batching, check_conservation, make_batching
 from mmtrain.schedule.graph import Work
-from mmtrain.spec.spec import ModelSpec, Rates, WorkSize
+from mmtrain.spec.spec import ModelSpec
+from mmtrain.spec.work_size import Rates, WorkSize
 from tests.data.masks import KINDS, microbatches
 from tests.planner.specs import META, microbatch, vlm
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.config.sections import PlannerConfig
+from mmtrain.config.planner import PlannerConfig
 from mmtrain.costs.cost_model import FlopsCosts
 from mmtrain.errors import DataError, PlanError
 from mmtrain.modality.metadata import ClipMeta, IterationMeta, MicrobatchMeta
@@ -18,7 +18,9 @@ from mmtrain.planner.partition.partition import partition
 from mmtrain.planner.problem import make_problem
 from mmtrain.schedule.graph import Work
 from mmtrain.spec.builders import model_spec
-from mmtrain.spec.spec import Division, ModelSpec, WorkSize
+from mmtrain.spec.layer import Division
+from mmtrain.spec.spec import ModelSpec
+from mmtrain.spec.work_size import WorkSize
 from tests.models.dits import t2v
 from tests.planner.specs import microbatch, vlm
 from tests.planner.test_batching import with_items

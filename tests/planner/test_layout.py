@@ -12,7 +12,8 @@ from mmtrain.modality.submesh import Submesh, pad_indices
 from mmtrain.modality.token_split import longest_first
 from mmtrain.planner.batching import make_batching
 from mmtrain.planner.layout import IterationLayout
-from mmtrain.spec.spec import Division, ModelSpec
+from mmtrain.spec.layer import Division
+from mmtrain.spec.spec import ModelSpec
 from tests.planner.specs import microbatch, vlm
 
 IMAGES = [(4, 4), (2, 8), (6, 2), (2, 2), (8, 8)]

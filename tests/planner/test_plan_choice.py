@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from mmtrain.config import config
-from mmtrain.config.sections import PlannerConfig
+from mmtrain.config.planner import PlannerConfig
 from mmtrain.errors import PlanError
 from mmtrain.modality.metadata import DocumentMeta, IterationMeta, MicrobatchMeta
 from mmtrain.modality.typical import Bins

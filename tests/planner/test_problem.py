@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from mmtrain.config.sections import PlannerConfig
+from mmtrain.config.planner import PlannerConfig
 from mmtrain.costs.cost_model import FlopsCosts, LayerTimes
 from mmtrain.costs.overheads import Overheads
 from mmtrain.modality.metadata import IterationMeta
@@ -13,7 +13,8 @@ from mmtrain.planner.prices import LEAST_BACKWARD_S
 from mmtrain.planner.problem import make_problem
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.problem import PlanningProblem
-from mmtrain.spec.spec import ModelSpec, ModuleSpec, Rates, WorkSize
+from mmtrain.spec.spec import ModelSpec, ModuleSpec
+from mmtrain.spec.work_size import Rates, WorkSize
 from tests.planner.specs import META, microbatch, vlm
 
 CONFIG = PlannerConfig(flops_per_s=1e3, p2p_latency_s=0.5, p2p_bytes_per_s=8.0)

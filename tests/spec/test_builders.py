@@ -12,7 +12,8 @@ from mmtrain.models.attention.context import attention_context
 from mmtrain.models.build import build_chunk
 from mmtrain.models.initialise import init_weights
 from mmtrain.spec.builders import model_spec
-from mmtrain.spec.spec import WorkSize, images_work
+from mmtrain.spec.spec import images_work
+from mmtrain.spec.work_size import WorkSize
 from tests.models.conftest import VISION_MODELS
 from tests.models.dits import Clips, chunk, t2v
 

@@ -4,8 +4,9 @@ import pytest
 
 from mmtrain.config.sections import ActivationCheckpointConfig
 from mmtrain.errors import ConfigError
+from mmtrain.spec.layer import AdapterSpec, LayerSpec
 from mmtrain.spec.recomputation import Recomputation
-from mmtrain.spec.spec import AdapterSpec, LayerSpec, Rates, WorkSize
+from mmtrain.spec.work_size import Rates, WorkSize
 
 SIZE = WorkSize(rows=10, pairs=100, outputs=3)
 

@@ -3,19 +3,9 @@ from dataclasses import replace
 import pytest
 
 from mmtrain.errors import DataError
-from mmtrain.spec.spec import (
-    Division,
-    Flops,
-    LayerSpec,
-    ModelSpec,
-    ModuleSpec,
-    Rates,
-    Replaced,
-    WholeBytes,
-    WorkSize,
-    documents_work,
-    images_work,
-)
+from mmtrain.spec.layer import Division, Flops, LayerSpec, Replaced, WholeBytes
+from mmtrain.spec.spec import ModelSpec, ModuleSpec, documents_work, images_work
+from mmtrain.spec.work_size import Rates, WorkSize
 
 
 def layer(name="x", *, trainable=True, params=10, inside=False, shared=0, width=4, rows="rows") -> LayerSpec:

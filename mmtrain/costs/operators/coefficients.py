@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from mmtrain.spec.spec import Rates, WorkSize
+from mmtrain.spec.work_size import Rates, WorkSize
 
 Coefficients = npt.NDArray[np.float64]
 

@@ -18,8 +18,9 @@ from mmtrain.costs.operators.modules import (
     activation,
 )
 from mmtrain.costs.operators.tape import Tape, Var
+from mmtrain.spec.layer import LayerSpec
 from mmtrain.spec.shapes import DitShape
-from mmtrain.spec.spec import TIME_ROWS, LayerSpec, Rates
+from mmtrain.spec.work_size import TIME_ROWS, Rates
 
 
 class DitLayer(LayerBuilder):

@@ -15,7 +15,7 @@ import numpy as np
 
 from mmtrain.costs.operators.graph import Device, Graph
 from mmtrain.costs.operators.latency import Floats, Latencies
-from mmtrain.spec.spec import ZERO_WORK, WorkSize
+from mmtrain.spec.work_size import ZERO_WORK, WorkSize
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -2,7 +2,7 @@
 
 from mmtrain.costs.operators.graph import Phase
 from mmtrain.costs.operators.tape import Var
-from mmtrain.spec.spec import Rates
+from mmtrain.spec.work_size import Rates
 
 
 def add(name: str, x: Var, branch: Var) -> Var:

@@ -13,7 +13,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from mmtrain.errors import PlanError
-from mmtrain.spec.spec import ZERO_RATES, Rates
+from mmtrain.spec.work_size import ZERO_RATES, Rates
 
 
 class DeviceKind(StrEnum):

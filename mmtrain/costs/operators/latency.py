@@ -19,7 +19,7 @@ import numpy.typing as npt
 from mmtrain.costs.operators.coefficients import Coefficients, coefficients, values
 from mmtrain.costs.operators.graph import DeviceKind, Graph, Operator, OpKind
 from mmtrain.costs.operators.hardware import Hardware, Link, Tiles
-from mmtrain.spec.spec import ZERO_WORK, WorkSize
+from mmtrain.spec.work_size import ZERO_WORK, WorkSize
 
 TICK_S = 2.0**-40
 """Seconds are multiples of this (about 1 ps), so that sums of up to two hours are exact in every order."""

@@ -20,9 +20,10 @@ from mmtrain.costs.operators.modules import (
     activation,
 )
 from mmtrain.costs.operators.tape import Tape, Var
+from mmtrain.spec.layer import Division, LayerSpec
 from mmtrain.spec.linears import Linear as NamedLinear
 from mmtrain.spec.modules import Projection, Shape
-from mmtrain.spec.spec import Division, LayerSpec, Rates
+from mmtrain.spec.work_size import Rates
 
 KEYS = "key_value.gather"
 """Name of the exchange of keys and values."""

@@ -19,8 +19,8 @@ from mmtrain.costs.operators.layer_builder import KEYS, DescribedModule
 from mmtrain.costs.operators.tape import Tape
 from mmtrain.costs.operators.transformer_layer import TransformerLayer
 from mmtrain.costs.operators.vae_layer import encode
+from mmtrain.spec.layer import LayerSpec
 from mmtrain.spec.shapes import DitShape
-from mmtrain.spec.spec import LayerSpec
 from mmtrain.spec.vae_shapes import VaeShape
 
 

@@ -11,7 +11,7 @@ from functools import partial
 
 from mmtrain.costs.operators.graph import OpKind, Phase, Shape
 from mmtrain.costs.operators.tape import Gradients, Parameter, Var
-from mmtrain.spec.spec import Rates
+from mmtrain.spec.work_size import Rates
 
 
 def _weight_product(

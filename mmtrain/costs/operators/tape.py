@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from mmtrain.costs.operators.graph import Device, DeviceKind, Graph, Operator, OpKind, Phase, Shape, TensorNode
-from mmtrain.spec.spec import ZERO_RATES, Rates
+from mmtrain.spec.work_size import ZERO_RATES, Rates
 
 
 @dataclass(frozen=True, slots=True, eq=False)

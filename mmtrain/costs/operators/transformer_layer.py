@@ -22,8 +22,9 @@ from mmtrain.costs.operators.modules import (
 )
 from mmtrain.costs.operators.tape import Tape, Var
 from mmtrain.families.shapes import WINDOWED, LanguageShape, VisionShape
+from mmtrain.spec.layer import LayerSpec
 from mmtrain.spec.linears import block_linears
-from mmtrain.spec.spec import LayerSpec, Rates
+from mmtrain.spec.work_size import Rates
 
 
 class TransformerLayer(LayerBuilder):

@@ -8,8 +8,8 @@ from mmtrain.costs.operators.functions import reshape, split
 from mmtrain.costs.operators.graph import OpKind, Phase
 from mmtrain.costs.operators.modules import Attention, Elementwise, Norm
 from mmtrain.costs.operators.tape import Tape, Var
-from mmtrain.spec.spec import Rates
 from mmtrain.spec.vae_shapes import PIXEL_CHANNELS, EncoderConvolution, VaeShape
+from mmtrain.spec.work_size import Rates
 
 
 def encode(tape: Tape, shape: VaeShape) -> None:

@@ -14,7 +14,7 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
-from mmtrain.spec.spec import WorkSize
+from mmtrain.spec.work_size import WorkSize
 
 FEATURES = ("row", "pair", "window_pair", "output", "cross_pair", "text", "clip", "fixed")
 """Names of the weights of a `SizeFit`, in the order of the columns of a fit; `fixed` is the time of one call."""

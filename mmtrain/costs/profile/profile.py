@@ -19,9 +19,11 @@ from mmtrain.costs.sub_microbatch import Curve
 from mmtrain.errors import ConfigError, PlanError
 from mmtrain.families.shapes import FULL
 from mmtrain.schedule.io import strict_json
+from mmtrain.spec.layer import LayerSpec
 from mmtrain.spec.modules import families
 from mmtrain.spec.recomputation import Recomputation
-from mmtrain.spec.spec import LayerSpec, ModelSpec, WorkSize
+from mmtrain.spec.spec import ModelSpec
+from mmtrain.spec.work_size import WorkSize
 
 VERSION = 2
 """Version of the JSON form."""

@@ -11,7 +11,8 @@ from mmtrain.costs.profile.profile import HELD, TIMES, LayerProfile, Profile, ro
 from mmtrain.costs.sub_microbatch import SHARE, Curve, smallest_efficient
 from mmtrain.modality.catalogue import division_of, modality_of
 from mmtrain.modality.submesh import Submesh
-from mmtrain.spec.spec import LayerSpec, ModelSpec, ModuleSpec
+from mmtrain.spec.layer import LayerSpec
+from mmtrain.spec.spec import ModelSpec, ModuleSpec
 
 _LABELS = {
     "forward": "F",

@@ -110,12 +110,12 @@ class SampleMaker:
             before += length
         return Heard(tones=tuple(placed), seconds=seconds, seed=self._random.randrange(2**31))
 
-    def _tone(self, hertz: tuple[float, float], seconds: float) -> tuple[float, float, float]:
+    def _beep(self, hertz: tuple[float, float]) -> tuple[float, float, float]:
         pitch = self._random.uniform(*hertz)
-        return seconds, pitch, pitch
+        return _BEEP_S, pitch, pitch
 
     def _any_sound(self) -> Heard:
-        return self._heard(*(self._tone((LOW[0], HIGH[1]), _BEEP_S) for _ in range(self._random.choice(COUNTS))))
+        return self._heard(*(self._beep((LOW[0], HIGH[1])) for _ in range(self._random.choice(COUNTS))))
 
     def _halves(self, index: int, colour: str) -> tuple[str, str]:
         """An image whose half of an index has a colour, and the other half another one."""
@@ -124,12 +124,12 @@ class SampleMaker:
 
     def _count(self) -> Sample:
         count, pitch = self._draw("count", COUNTS), self._random.choice((LOW, HIGH))
-        sound = self._heard(*(self._tone(pitch, _BEEP_S) for _ in range(count)))
+        sound = self._heard(*(self._beep(pitch) for _ in range(count)))
         return self._of_sound(sound, "How many beeps are there?", str(count))
 
     def _pitch(self) -> Sample:
         answer = self._draw("pitch", ("low", "high"))
-        tones = [self._tone(LOW if answer == "low" else HIGH, _BEEP_S) for _ in range(self._random.choice(COUNTS))]
+        tones = [self._beep(LOW if answer == "low" else HIGH) for _ in range(self._random.choice(COUNTS))]
         return self._of_sound(self._heard(*tones), "Is the sound high or low?", answer)
 
     def _trend(self) -> Sample:
@@ -152,7 +152,7 @@ class SampleMaker:
     def _side(self) -> Sample:
         index = self._draw("pitch of side", (0, 1))
         answer = self._draw(f"colour of side {index}", tuple(COLOURS))
-        tones = [self._tone((LOW, HIGH)[index], _BEEP_S) for _ in range(self._random.choice(COUNTS))]
+        tones = [self._beep((LOW, HIGH)[index]) for _ in range(self._random.choice(COUNTS))]
         question = "Low is left, high is right. What colour is meant?"
         halves = self._halves(index, answer)
         return Sample(sound=self._heard(*tones), halves=halves, question=question, answer=answer, grade="both")

@@ -26,7 +26,8 @@ from mmtrain.planner.assignment.assignment import SampleCost
 from mmtrain.schedule.io import strict_json
 from mmtrain.spec.builders import DTYPE_BYTES, model_spec
 from mmtrain.spec.recomputation import Recomputation
-from mmtrain.spec.spec import ModelSpec, WorkSize
+from mmtrain.spec.spec import ModelSpec
+from mmtrain.spec.work_size import WorkSize
 
 VERSION = 1
 """Version of the JSON form."""
@@ -226,9 +227,9 @@ class SampleCosts:
 _DRAWN = "workload "
 
 
-def drawn_source(workload: str, image_side: int = 0) -> str:
-    """The name of a drawn workload in place of a source. Args: image_side: 0: the default."""
-    return f"{_DRAWN}{workload}" + (f", {image_side} pixels" if image_side else "")
+def drawn_source(workload: str) -> str:
+    """The name of a drawn workload in place of a source."""
+    return f"{_DRAWN}{workload}"
 
 
 def settings_of(config: Config, source: str = "") -> dict[str, str | int]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from mmtrain.config.config import Config
 from mmtrain.config.memory_amount import MemoryAmount, show_bytes, show_gib
-from mmtrain.config.sections import PlannerConfig
+from mmtrain.config.planner import PlannerConfig
 from mmtrain.costs.operators.cluster import Cluster
 from mmtrain.errors import ConfigError
 from mmtrain.planner.memory.rank_state import RankState, Sharding

@@ -14,11 +14,12 @@ from itertools import combinations, pairwise
 import numpy as np
 import numpy.typing as npt
 
-from mmtrain.config.sections import ActivationCheckpointConfig, PlannerConfig
+from mmtrain.config.planner import PlannerConfig
+from mmtrain.config.sections import ActivationCheckpointConfig
 from mmtrain.costs.cost_model import HostCopy
 from mmtrain.spec.memory_strategies import BlockMemory, StageMemory, strategies_of
 from mmtrain.spec.recomputation import STATIC, Recomputation
-from mmtrain.spec.spec import WorkSize
+from mmtrain.spec.work_size import WorkSize
 
 CANDIDATES = 10
 """S: mixes that a stage offers at most."""
@@ -124,15 +125,12 @@ def offer(
     )
 
 
-def mixes(
-    kinds: Sequence[BlockKind], other_layers: BlockPrice, host_copy: HostCopy, num_candidates: int = CANDIDATES
-) -> list[Counts]:
+def mixes(kinds: Sequence[BlockKind], other_layers: BlockPrice, host_copy: HostCopy) -> list[Counts]:
     """[mix][kind][strategy] -> blocks: the mixes that a stage offers, by ascending seconds and descending bytes.
 
     Args:
         other_layers: seconds and bytes of the stage's other layers, which do not depend on the mix.
         host_copy: rate of copies of offloaded activations.
-        num_candidates: largest number of mixes.
     Source: DIP, arXiv:2504.14145, section 5.3.
     """
     combined: list[Counts] = [()]
@@ -148,7 +146,7 @@ def mixes(
         dealt = [tuple(map(int, row)) for row in counts]
         combined = [(*earlier, row) for earlier in combined for row in dealt]
         amounts = (amounts[:, None, :] + kind_amounts[None, :, :]).reshape(-1, 4)
-    return [combined[j] for j in _best_mixes(amounts, host_copy, num_candidates)]
+    return [combined[j] for j in _best_mixes(amounts, host_copy, CANDIDATES)]
 
 
 def stage_memory(

@@ -21,7 +21,8 @@ from mmtrain.planner.partition.balance import level_owners
 from mmtrain.planner.partition.pipeline_layout import chunk_bounds
 from mmtrain.schedule.graph import ModuleStages
 from mmtrain.schedule.library.catalogue import Placement
-from mmtrain.spec.spec import ModelSpec, ModuleSpec, WorkSize
+from mmtrain.spec.spec import ModelSpec, ModuleSpec
+from mmtrain.spec.work_size import WorkSize
 
 Placed = Literal["", "parallel", "colocated"]
 """How modules are placed that do not reach every rank, as planner.placement; empty: they are not."""

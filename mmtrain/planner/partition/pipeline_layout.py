@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from mmtrain.errors import ConfigError
-from mmtrain.spec.spec import LayerSpec, ModuleSpec
+from mmtrain.spec.layer import LayerSpec
+from mmtrain.spec.spec import ModuleSpec
 
 _SYMBOLS = {"embed": "E", "norm": "N", "projector": "P", "head": "L", "encode": "V"}
 _LAYERS = "Et" + "".join(symbol for symbol in _SYMBOLS.values() if symbol not in "EV")

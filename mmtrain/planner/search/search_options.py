@@ -11,7 +11,7 @@ from mmtrain.planner.search.chains import AnnealChain, Chain, DepthFirstChain, R
 from mmtrain.schedule.limits import THREADS
 
 if TYPE_CHECKING:  # a search needs no config, whose import takes as long as the rest of the planner
-    from mmtrain.config.sections import Strategy
+    from mmtrain.config.planner import Strategy
 
 CHAINS: Mapping[str, type[Chain]] = {
     "anneal": AnnealChain,

@@ -5,10 +5,11 @@ of many microbatches may fill a rank, so that none of them can reach its backwar
 so that all works can finish.
 """
 
-from collections.abc import Iterable
+import heapq
+from collections.abc import Sequence
 
 from mmtrain.schedule.action import Action, Kind
-from mmtrain.schedule.engine import Engine
+from mmtrain.schedule.engine import Engine, Policy
 from mmtrain.schedule.library.memory import Memory, choose_options, components
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
@@ -23,103 +24,84 @@ def greedy(problem: PlanningProblem) -> Plan:
 
     Raises: PlanError: the activations of one microbatch alone exceed a rank's memory limit.
     """
-    return _Greedy(problem).run()
+    component = components(problem.graph)
+    chosen = choose_options(problem, component)
+    policy = _DualQueues(problem, component, chosen)
+    orders: list[list[Action]] = [[] for _ in range(problem.graph.num_ranks)]
+    for item in Engine(problem.graph.items, problem.message_s).run(policy):
+        orders[problem.graph.items.rank_of[item]].append(policy.action(item))
+    return Plan(problem.graph, tuple(map(tuple, orders)), {n: i for n, i in chosen.items() if i})
 
 
-class _Greedy:
-    """One run of the dual-queue list scheduler: a policy of the engine."""
+class _DualQueues(Policy):
+    """A queue of forwards and one of backwards on each rank, the oldest microbatch first; they alternate."""
 
-    def __init__(self, problem: PlanningProblem) -> None:
-        graph = self.graph = problem.graph
-        items = self.items = graph.items
-        component = components(graph)
-        self.chosen = choose_options(problem, component)
-        self.options = [problem.options(*node)[self.chosen[node]] for node in zip(items.stage, items.work, strict=True)]
-        """[node]"""
-        self.memory = Memory.of(problem, component, {n: problem.options(*n)[i] for n, i in self.chosen.items()})
-        self.engine = Engine(items, problem.message_s)
-        ranks = range(graph.num_ranks)
-        self.orders: list[list[Action]] = [[] for _ in ranks]
-        self.candidates: list[tuple[float, int] | None] = [None for _ in ranks]
-        self.stale = set(ranks)  # ranks whose candidate must be computed again
-        self.t_last = [0.0 for _ in ranks]
-        self.ready: list[list[list[int]]] = [[[] for _ in ranks] for _ in range(2)]
-        """[0: F, 1: B][rank] -> items."""
-        self.priority: list[tuple[int, int, int]] = [(0, 0, 0)] * (2 * items.num_nodes)
+    at_once = True
+
+    def __init__(self, problem: PlanningProblem, component: Sequence[int], chosen: dict[tuple[int, int], int]) -> None:
+        graph = self._graph = problem.graph
+        items = self._items = graph.items
+        options = [problem.options(*node)[chosen[node]] for node in zip(items.stage, items.work, strict=True)]
+        self._memory = Memory.of(problem, component, {n: problem.options(*n)[i] for n, i in chosen.items()})
+        self.seconds = [option.duration_s(Kind.F) for option in options]
+        self.seconds += [
+            option.duration_s(Kind.B) if flag else None
+            for option, flag in zip(options, items.has_backward, strict=True)
+        ]
+        self.seconds += [None] * (items.num_items - len(self.seconds))
+        self._ready: list[list[list[tuple[tuple[int, int, int], int]]]] = [
+            [[] for _ in range(items.num_ranks)] for _ in range(2)
+        ]
+        """[0: F, 1: B][rank] -> heap of (priority, item)."""
+        self._goes_forward = [True] * items.num_ranks
+        """[rank] -> whether a forward is next where both could start."""
+        self._priority: list[tuple[int, int, int]] = [(0, 0, 0)] * (2 * items.num_nodes)
         """[item]"""
         for position, (stage, work) in enumerate(graph.nodes()):
             age = component[work], graph.works[work].microbatch
             for kind, sign in ((Kind.F, 1), (Kind.B, -1)):
-                self.priority[items.item(kind, stage, work)] = (*age, sign * position)
-        self._queue(node for node in range(items.num_nodes) if not items.num_needs[node])
+                self._priority[items.item(kind, stage, work)] = (*age, sign * position)
 
-    def _queue(self, items: Iterable[int]) -> None:
-        for item in items:
-            slot, node = divmod(item, self.items.num_nodes)
-            if slot < 2:
-                rank = self.items.rank[node]
-                self.ready[slot][rank].append(item)
-                self.stale.add(rank)
+    def action(self, item: int) -> Action:
+        """The action of an item."""
+        slot, node = divmod(item, self._items.num_nodes)
+        return self._graph.action(Kind.B if slot else Kind.F, self._items.stage[node], self._items.work[node])
 
-    def run(self) -> Plan:
-        """The plan."""
-        for _ in range(self.items.num_nodes + sum(self.items.has_backward)):
-            item = self._next()
-            self._schedule(self._forced() if item is None else item)
-        return Plan(self.graph, tuple(map(tuple, self.orders)), {n: i for n, i in self.chosen.items() if i})
+    def arrive(self, item: int) -> None:
+        queue = self._ready[item // self._items.num_nodes][self._items.rank_of[item]]
+        heapq.heappush(queue, (self._priority[item], item))
 
-    def _next(self) -> int | None:
-        """The item that the rank that can start earliest runs next; None if nothing may start."""
-        for rank in self.stale:
-            self.candidates[rank] = self._candidate(rank)
-        self.stale.clear()
-        starts = [(c[0], rank) for rank, c in enumerate(self.candidates) if c]
-        return self.candidates[min(starts)[1]][1] if starts else None  # type: ignore[index]
+    def choose(self, rank: int, now: float) -> int | None:
+        forwards, backwards = self._ready[0][rank], self._ready[1][rank]
+        backward = backwards[0][1] if backwards else None
+        if backward is not None and not self._goes_forward[rank]:
+            return backward
+        forward = next((item for _, item in sorted(forwards) if self._memory.fits(item)), None)
+        return backward if forward is None else forward
 
-    def _candidate(self, rank: int) -> tuple[float, int] | None:
-        """The earliest start on a rank and the item that starts then; None if nothing may start there."""
-        last, arrival, priority = self.t_last[rank], self.engine.arrival, self.priority
-        heads: list[tuple[float, tuple[int, int, int], int] | None] = [None, None]
-        for slot in range(2):
-            # Arrived items by priority, else the item that arrives first.
-            best = None
-            for item in self.ready[slot][rank]:
-                entry = (max(arrival[item], last), priority[item], item)
-                if best is not None and entry >= best:
-                    continue
-                if slot or self.memory.fits(item):
-                    best = entry
-            heads[slot] = best
-        forward, backward = heads
-        if forward is None or backward is None:
-            head = forward or backward
-            return None if head is None else (head[0], head[2])
-        if forward[0] != backward[0]:
-            turn = forward[0] < backward[0]
+    def start(self, item: int, now: float, end: float) -> None:
+        slot, rank = item // self._items.num_nodes, self._items.rank_of[item]
+        queue = self._ready[slot][rank]
+        if queue[0][1] == item:
+            heapq.heappop(queue)
         else:
-            turn = not self.orders[rank] or self.orders[rank][-1].kind is Kind.B
-        return (forward[0], forward[2]) if turn else (backward[0], backward[2])
+            queue.remove((self._priority[item], item))
+            heapq.heapify(queue)
+        self._goes_forward[rank] = bool(slot)
+        if not slot:
+            self._memory.start_forward(item)
 
-    def _forced(self) -> int:
+    def end(self, item: int) -> None:
+        if item >= self._items.num_nodes:
+            self._memory.end_backward(item - self._items.num_nodes)
+
+    def force(self, now: float) -> int | None:
         """The oldest forward that fits, where the guarantee cannot be kept (a stage without a backward whose inputs
         have one). Raises: PlanError: none fits."""
-        waiting = sorted((item for queue in self.ready[0] for item in queue), key=self.priority.__getitem__)
+        waiting = [item for _, item in sorted(entry for queue in self._ready[0] for entry in queue)]
+        if not waiting:
+            return None
         for node in waiting:
-            if self.memory.fits_now(node):
+            if self._memory.fits_now(node):
                 return node
-        node = waiting[0]
-        name = self.graph.action(Kind.F, self.items.stage[node], self.items.work[node])
-        raise self.memory.refusal(name, node)
-
-    def _schedule(self, item: int) -> None:
-        items = self.items
-        slot, node = divmod(item, items.num_nodes)
-        kind = Kind.B if slot else Kind.F
-        rank, option = items.rank[node], self.options[node]
-        end = max(self.t_last[rank], self.engine.arrival[item]) + option.duration_s(kind)
-        self.t_last[rank] = end
-        self.ready[slot][rank].remove(item)
-        self.orders[rank].append(self.graph.action(kind, items.stage[node], items.work[node]))
-        self.stale.add(rank)
-        (self.memory.end_backward if slot else self.memory.start_forward)(node)
-        self._queue(self.engine.start(item, end))
+        raise self._memory.refusal(self.action(waiting[0]), waiting[0])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmtrain.costs.profile.fits import SizeFit, fit_sizes
-from mmtrain.spec.spec import WorkSize
+from mmtrain.spec.work_size import WorkSize
 
 LEAST_SHARE = 0.1
 """Smallest fraction of the seconds of a stage with one layer that is attributed to the layer."""

@@ -29,7 +29,8 @@ from mmtrain.simulator.profiling.probing import CUTS, REPEATS, Cut, probing_job,
 from mmtrain.simulator.profiling.samples import ActionKey, Samples, SpeedFilter, StepSample, slowest_copy, typical
 from mmtrain.spec.builders import DTYPE_BYTES, model_spec
 from mmtrain.spec.recomputation import Recomputation
-from mmtrain.spec.spec import ModelSpec, WorkSize
+from mmtrain.spec.spec import ModelSpec
+from mmtrain.spec.work_size import WorkSize
 
 NUM_BLOCKS = 2
 """Blocks of each kind that are measured."""

@@ -4,12 +4,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from mmtrain.config.config import Config
+from mmtrain.config.planner import PlannerConfig
 from mmtrain.config.sections import (
     ActivationCheckpointConfig,
     CheckpointConfig,
     LRSchedulerConfig,
     MetricsConfig,
-    PlannerConfig,
     ValidationConfig,
 )
 from mmtrain.spec.builders import model_spec

@@ -6,7 +6,7 @@ from subgraph_reuse.nest import Call, Leaf, Nest
 from mmtrain.costs.operators.graph import Device, DeviceKind, Graph, Operator, OpKind, TensorNode
 from mmtrain.costs.operators.hardware import load_hardware
 from mmtrain.costs.operators.latency import Latencies
-from mmtrain.spec.spec import Rates, WorkSize
+from mmtrain.spec.work_size import Rates, WorkSize
 
 LATENCIES = Latencies(load_hardware("h800"))
 SIZES = (WorkSize(rows=100, pairs=5000, outputs=10), WorkSize(rows=3000, pairs=1, outputs=7))

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from mmtrain.costs.operators.execution import simulate
 from mmtrain.costs.operators.graph import Device, DeviceKind, Graph, Operator, OpKind, Phase, TensorNode, unfold
 from mmtrain.errors import PlanError
-from mmtrain.spec.spec import Rates
+from mmtrain.spec.work_size import Rates
 from tests.costs.operators.graphs import LATENCIES, SIZES, graphs
 from tests.examples import examples
 

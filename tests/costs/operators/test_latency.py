@@ -8,7 +8,7 @@ import pytest
 from mmtrain.costs.operators.graph import Device, DeviceKind, Graph, Operator, OpKind, Phase, Shape
 from mmtrain.costs.operators.hardware import Efficiency, Hardware, Link, Tiles, load_hardware
 from mmtrain.costs.operators.latency import Latencies, attention_efficiency, product_efficiency
-from mmtrain.spec.spec import Rates, WorkSize
+from mmtrain.spec.work_size import Rates, WorkSize
 
 TILES = Tiles(units=10, rows=100, columns=10, fill=50, keys=64)
 MACHINE = Hardware(

@@ -10,11 +10,12 @@ from mmtrain.costs.operators.graph import Graph, OpKind, Phase
 from mmtrain.costs.operators.layer_builder import LinkedDivision
 from mmtrain.costs.operators.layers import LayerDescriber
 from mmtrain.spec.builders import model_spec
+from mmtrain.spec.layer import LayerSpec
 from mmtrain.spec.linears import adapted_linears
 from mmtrain.spec.modules import projection_of
 from mmtrain.spec.shapes import dit_shape, language_shape
-from mmtrain.spec.spec import LayerSpec, WorkSize
 from mmtrain.spec.vision_shapes import vision_shape
+from mmtrain.spec.work_size import WorkSize
 from tests.costs.operators.graphs import LATENCIES
 from tests.models.conftest import VISION_MODELS, tiny_model
 from tests.models.dits import t2v

@@ -8,7 +8,7 @@ from mmtrain.costs.operators.functions import add, concat, split
 from mmtrain.costs.operators.graph import DeviceKind, Graph, OpKind, Phase
 from mmtrain.costs.operators.modules import Attention, Linear, Norm, activation
 from mmtrain.costs.operators.tape import Tape, Var
-from mmtrain.spec.spec import Rates, WorkSize
+from mmtrain.spec.work_size import Rates, WorkSize
 from tests.costs.operators.graphs import LATENCIES
 
 SIZE = WorkSize(rows=1000, pairs=50_000, outputs=0)

@@ -4,7 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmtrain.costs.profile.fits import SizeFit, fit_sizes, non_negative_least_squares
-from mmtrain.spec.spec import WorkSize, documents_work
+from mmtrain.spec.spec import documents_work
+from mmtrain.spec.work_size import WorkSize
 from tests.examples import examples
 
 SIZES = [

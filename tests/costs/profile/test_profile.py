@@ -19,7 +19,8 @@ from mmtrain.schedule.problem import P2P
 from mmtrain.simulator.job import make_job
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.recomputation import Recomputation
-from mmtrain.spec.spec import WorkSize, documents_work
+from mmtrain.spec.spec import documents_work
+from mmtrain.spec.work_size import WorkSize
 from tests.costs.profiles import OVERHEADS, profile_of
 from tests.planner.specs import META
 

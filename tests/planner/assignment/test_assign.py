@@ -3,12 +3,13 @@
 import itertools
 import math
 import random
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.config.assignment import POLICIES
+from mmtrain.config.assignment import Policy
 from mmtrain.planner.assignment.assign import assign
 from mmtrain.planner.assignment.assignment import AssignedMicrobatch, Assignment, SampleCost, language_samples
 from mmtrain.planner.assignment.entrain import SubsetSums, bottleneck_match, effective_microbatches
@@ -292,7 +293,7 @@ def steps(draw):
 
 @given(
     step=steps(),
-    policy=st.sampled_from(POLICIES),
+    policy=st.sampled_from(get_args(Policy)),
     defer=st.booleans(),
     fewer=st.booleans(),
     levels=st.sampled_from([2, 7, 4096]),

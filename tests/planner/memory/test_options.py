@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmtrain.config import config
-from mmtrain.config.sections import ActivationCheckpointConfig, PlannerConfig
+from mmtrain.config.planner import PlannerConfig
+from mmtrain.config.sections import ActivationCheckpointConfig
 from mmtrain.costs.cost_model import FlopsCosts, HostCopy
 from mmtrain.errors import PlanError
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
@@ -35,7 +36,7 @@ from mmtrain.schedule.problem import Option, PlanningProblem
 from mmtrain.simulator.job import make_job
 from mmtrain.simulator.workloads import draw
 from mmtrain.spec.memory_strategies import BlockMemory, StageMemory, strategies_of
-from mmtrain.spec.spec import WorkSize
+from mmtrain.spec.work_size import WorkSize
 from tests.examples import examples
 from tests.planner.specs import META, microbatch, vlm
 

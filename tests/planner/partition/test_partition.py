@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from mmtrain.errors import ConfigError
 from mmtrain.planner.partition.partition import StageSpec, mixed_partition, partition
-from mmtrain.spec.spec import ModelSpec, ModuleSpec, WorkSize
+from mmtrain.spec.spec import ModelSpec, ModuleSpec
+from mmtrain.spec.work_size import WorkSize
 from tests.planner.specs import layers, vlm
 
 SIZES = {

@@ -2,7 +2,9 @@ import pytest
 
 from mmtrain.errors import ConfigError
 from mmtrain.planner.partition.pipeline_layout import chunk_bounds, show_layout
-from mmtrain.spec.spec import LayerSpec, ModuleSpec, Rates
+from mmtrain.spec.layer import LayerSpec
+from mmtrain.spec.spec import ModuleSpec
+from mmtrain.spec.work_size import Rates
 
 
 def module(*names: str) -> ModuleSpec:

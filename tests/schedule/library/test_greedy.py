@@ -16,6 +16,14 @@ def test_last_rank_alternates_and_never_idles_on_a_chain() -> None:
     assert str(interleave(problem)) == "0F0.0 0F1.0 0F2.0 0B0.0 0B1.0 0B2.0\n1F0.0 1B0.0 1F1.0 1B1.0 1F2.0 1B2.0"
 
 
+def test_an_action_without_duration_ends_before_the_next_rank_decides() -> None:
+    # Forwards take no time, so microbatch 0 is at its first backward before rank 1 looks for another forward.
+    frozen, free = option(forward_s=0.0, backward_s=0.0), option(forward_s=0.0, backward_s=1.0)
+    rank_0, rank_1 = str(interleave(two_modules(2, [1, 1], vision=frozen, language=free))).splitlines()
+    assert rank_0 == "0F0.0 0F1.0 2F0.0 2B0.0 2F1.0 2B1.0"
+    assert rank_1 == "1F0.0 3F0.0 3B0.0 1F1.0 3F1.0 3B1.0"
+
+
 def test_memory_limit_holds_back_forwards() -> None:
     free = chain(2, 8)
     tight = chain(2, 8, memory_limit_bytes=[2.0, 1.0])

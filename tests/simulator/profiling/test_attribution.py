@@ -1,7 +1,7 @@
 import pytest
 
 from mmtrain.simulator.profiling.attribution import attribute
-from mmtrain.spec.spec import WorkSize
+from mmtrain.spec.work_size import WorkSize
 
 SIZES = {work: WorkSize(rows=rows, pairs=rows, outputs=rows) for work, rows in enumerate((10, 100, 1000))}
 LAYERS = (2e-3, 5e-3, 5e-3, 1e-3)

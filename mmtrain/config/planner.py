@@ -1,0 +1,275 @@
+"""[planner], and its rules with other sections."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mmtrain.config.bounds import at_least, at_most
+from mmtrain.config.memory_amount import MemoryAmount
+from mmtrain.config.model import ModelConfig, section_of
+from mmtrain.config.sections import MOST_SECONDS, ActivationCheckpointConfig, CommConfig, ParallelismConfig
+from mmtrain.config.toml_sections import FilePath, shown
+from mmtrain.errors import ConfigError
+from mmtrain.schedule.library.names import EAGER_SCHEDULES, MEMORY_BOUNDED_SCHEDULES, file_of
+
+MEMORY_STRATEGIES = ("keep", "selective", "recompute", "offload")
+"""What a block may do with its activations."""
+Strategy = Literal["anneal", "mcts", "random", "dfs", "first"]
+"""How the planner searches orders."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerConfig:
+    """[planner]: how the model is cut and each iteration planned, and the device that costs are counted on."""
+
+    enable: bool = False
+    """Search a better plan for every batch, beside the step before; else each iteration has the order of
+    parallelism.pipeline_parallel_schedule."""
+    partition: Literal["search", "dip", "mixed-parameters", "mixed-latency"] = "search"
+    """How modules are cut whose num_segments is 0 and that have no pipeline_layout, see docs/partition.md. search: the
+    numbers of segments with the shortest simulated iterations, or one chain of equal time if that is shorter by far,
+    all modules are open and it fits into the memory (if that is unknown: takes no more than separated modules); dip: as
+    many passes as the module is slower than the fastest one; mixed-*: one chain of all modules, cut into stages of
+    equal parameters or equal time."""
+    placement: Literal["spread", "parallel", "colocated", "search", "replicated"] = "spread"
+    """Pipeline ranks of the modules, see docs/partition.md. spread: all ranks hold a part of each. parallel: each
+    module has ranks of its own. colocated: the modules that read data share the first ranks, and the others have ranks
+    of their own. search: the one with the shortest simulated iterations, chains included. How many ranks, where a
+    section's `ranks` does not say it: those for which the most loaded rank computes least. replicated: for mmtrain
+    simulate alone, every rank of the language model runs all encoders again."""
+    sub_microbatch: bool = True
+    """Cut the images of a microbatch into works of their own size; else they are one work."""
+    interleave: bool = True
+    """Order the works of all modules on each rank by the planner; else the order is that of
+    parallelism.pipeline_parallel_schedule, and the planner chooses memory alone."""
+    reorder: bool = True
+    """Search the order of microbatches; else the first come first."""
+    split_backward: bool = True
+    """Let the planner split backwards into input-gradient and weight-gradient passes (I, W)."""
+    braid: bool = False
+    """Run a forward and a backward of a rank as one block where that shortens an iteration: the exchanges of tensor
+    parallelism of one then lie under the compute of the other. In searched plans, and in those of
+    parallelism.pipeline_parallel_schedule (docs/planner.md)."""
+    eager_forwards: int = 0
+    """Microbatches that ranks with an encoder have in flight in addition to those of
+    parallelism.pipeline_parallel_schedule, as far as memory limits allow, which leaves time for the late backwards of
+    deferred images; of 1F1B, Interleaved1F1B, ZB-H1, ZB-H2 and InterleavedZeroBubble alone."""
+    memory: bool = True
+    """Under a memory limit, choose for each stage and work what its blocks do, among memory_strategies; else, and
+    without a limit, all do what [activation_checkpoint] says. It is left alone where that mode is not none."""
+    memory_strategies: list[str] = field(default_factory=lambda: ["keep", "selective", "recompute"])
+    """What a block may do with its activations: keep; selective and recompute, as in [activation_checkpoint]; offload
+    (to host memory; on a CPU that is a copy, and saves nothing)."""
+    memory_limit: str = ""
+    """What a rank may take of its device's memory in all: "72GiB", "500MB", or a part as "90%" (of a CPU: of the
+    machine's memory, shared by its ranks); empty: no limit. Parameters, gradients, optimizer state, the process itself
+    and memory_margin are subtracted; activations get the rest, see docs/memory.md."""
+    memory_margin: float = 0.05
+    """Part of memory_limit that is left for what the plan does not count: temporary tensors, fragments. It grows by
+    itself after a step that took more than memory_limit."""
+    strategy: Strategy = "anneal"
+    """How orders are searched; first: not at all."""
+    budget_evaluations: int = 1000
+    """Plans tried for an iteration; 0: no limit."""
+    budget_s: float = 0.0
+    """Seconds of search; 0: no limit. Plans then depend on the machine's speed."""
+    threads: int = 0
+    """Threads of the search on each rank that searches; 0: half of the cores, shared by the ranks of the machine.
+    Plans do not depend on it unless budget_s ends the search."""
+    distributed: bool = False
+    """Every rank of a replica searches with a seed of its own, and the best plan counts; else the first rank alone."""
+    patience_s: float = 60.0
+    """Seconds that a step waits for its plan, then it runs the first plan, in the order of
+    parallelism.pipeline_parallel_schedule; under a memory limit, of interleave where that cannot keep it, or the
+    shortest of a few orders."""
+    flops_per_s: float = 4e14
+    """Achieved floating-point operations a second of one rank; only ratios matter to an order."""
+    p2p_latency_s: float = 2e-5
+    """Fixed part of one transfer between pipeline ranks, seconds."""
+    p2p_bytes_per_s: float = 2.5e10
+    """Bandwidth between pipeline ranks."""
+    host_bytes_per_s: float = 2.5e10
+    """Bandwidth between device and host memory, for memory strategy offload."""
+    activation_memory_gib: float = 0.0
+    """GiB that activations alone may take on one rank, for schedules `interleave` and `ZB-AutoSchedule`; 0: no limit.
+    Instead of memory_limit, not beside it."""
+    hardware: FilePath = ""
+    """Accelerator or cluster that costs are simulated on, as `h800` or `h800x16`, or a TOML file; empty: FLOPs over
+    flops_per_s."""
+    profile: FilePath = ""
+    """File that `mmtrain profile` wrote: costs are what it measured, whatever `hardware` says; empty: none."""
+    noise: float = 0.0
+    """Deviation of the actual seconds of an action from the modelled ones, as a part of them, that searched plans have
+    to bear; with a profile what it measured counts instead. 0: none."""
+    draws: int = 64
+    """Draws of such seconds by which the finalists of a search are compared; the search itself compares all plans by an
+    eighth of them."""
+    finalists: int = 8
+    """Plans of a search that are compared by all draws."""
+
+    def __post_init__(self) -> None:
+        at_most("planner", self, p2p_latency_s=3600.0, budget_s=MOST_SECONDS, patience_s=MOST_SECONDS, threads=1024)
+        at_least("planner", self, p2p_latency_s=0.0, activation_memory_gib=0.0, budget_evaluations=0, budget_s=0.0)
+        at_least("planner", self, threads=0, patience_s=0.0, flops_per_s=1.0, p2p_bytes_per_s=1.0)
+        at_least("planner", self, host_bytes_per_s=1.0, noise=0.0, draws=1, finalists=1, eager_forwards=0)
+        at_most("planner", self, noise=1.0, draws=4096, finalists=1024, eager_forwards=1024)
+        if self.enable and self.strategy != "first" and not self.budget_evaluations and not self.budget_s:
+            raise ConfigError(
+                "planner.budget_evaluations = 0 and planner.budget_s = 0 let the search go on for ever; set one of them"
+            )
+        for how in self.memory_strategies:
+            if how not in MEMORY_STRATEGIES:
+                raise ConfigError(
+                    f"planner.memory_strategies names {shown(how)}, which does not exist; choose from "
+                    f"{', '.join(MEMORY_STRATEGIES)}"
+                )
+        if not self.memory_strategies:
+            raise ConfigError(
+                'planner.memory_strategies is empty; write ["keep"] to let all blocks keep their activations'
+            )
+        if not 0 <= self.memory_margin < 1:
+            raise ConfigError(f"planner.memory_margin = {self.memory_margin}; it must be at least 0 and below 1")
+        if self.memory_limit:
+            MemoryAmount.parse("planner.memory_limit", self.memory_limit)
+            if self.activation_memory_gib:
+                raise ConfigError(
+                    f'planner.memory_limit = "{self.memory_limit}" and planner.activation_memory_gib = '
+                    f"{self.activation_memory_gib} are two limits of one memory; remove the second"
+                )
+
+
+def check_planner(
+    planner: PlannerConfig,
+    model: ModelConfig,
+    parallelism: ParallelismConfig,
+    checkpointing: ActivationCheckpointConfig,
+    comm: CommConfig,
+) -> None:
+    """Refuses what does not fit other sections; changes nothing. Raises: ConfigError: the first rule that is broken."""
+    schedule = parallelism.pipeline_parallel_schedule
+    _check_partition(planner, model)
+    _check_placement(planner, model, parallelism.pipeline_parallel_degree)
+    _check_eager(planner, model, schedule)
+    if planner.braid:
+        _check_braid(parallelism)
+    if planner.enable and planner.patience_s >= comm.timeout_seconds:
+        raise ConfigError(
+            f"planner.patience_s = {planner.patience_s} is not below comm.timeout_seconds = "
+            f"{comm.timeout_seconds}: while one replica waits for its plan, the others wait for that replica, "
+            "and would stop the job; lower the first or raise the second"
+        )
+    if file_of(schedule) is None:  # a file is not read yet
+        check_memory_limit(planner, parallelism, checkpointing, keeps_limits=schedule in MEMORY_BOUNDED_SCHEDULES)
+
+
+def _check_partition(planner: PlannerConfig, model: ModelConfig) -> None:
+    """Refuses to cut modules by themselves where all are cut as one chain."""
+    how = planner.partition
+    if not how.startswith("mixed"):
+        return
+    keys: list[tuple[str, str | int]] = []
+    for name, section in model.cut_modules.items():
+        keys += [(f"{section_of(name)}.num_segments", section.num_segments)] if name != "language" else []
+        keys += [(f"{section_of(name)}.pipeline_layout", section.pipeline_layout)]
+    for key, value in keys:
+        if value:
+            raise ConfigError(
+                f'planner.partition = "{how}" cuts all modules as one chain, but {key} = {value!r} cuts a module by '
+                'itself; remove it, or set planner.partition = "search"'
+            )
+
+
+def _check_placement(planner: PlannerConfig, model: ModelConfig, num_ranks: int) -> None:
+    """Refuses placements that cannot be, and numbers of ranks that have no effect or do not add up."""
+    how = planner.placement
+    sections = {f"{section_of(name)}.ranks": section.ranks for name, section in model.cut_modules.items()}
+    given = {key: ranks for key, ranks in sections.items() if ranks}
+    if how == "spread":
+        for key, ranks in given.items():
+            raise ConfigError(
+                f'{key} = {ranks} has no effect with planner.placement = "spread", in which all ranks hold a part of '
+                'each module; remove it, or set "parallel" or "colocated"'
+            )
+        return
+    if len(sections) == 1:
+        raise ConfigError(
+            f'planner.placement = "{how}", but the model has one module; set "spread", which puts it on all ranks'
+        )
+    if planner.partition != "search":
+        raise ConfigError(
+            f'planner.placement = "{how}" with planner.partition = "{planner.partition}", which puts every '
+            "module on all ranks; remove one of the two"
+        )
+    if how in ("search", "replicated") and given:
+        key, ranks = next(iter(given.items()))
+        raise ConfigError(f'{key} = {ranks} has no effect with planner.placement = "{how}"; remove it')
+    if num_ranks < 2:
+        raise ConfigError(
+            f'planner.placement = "{how}" with parallelism.pipeline_parallel_degree = {num_ranks}: modules on ranks of '
+            'their own need at least two; raise the degree, or set "spread"'
+        )
+
+
+def _check_eager(planner: PlannerConfig, model: ModelConfig, schedule: str) -> None:
+    """Refuses forwards ahead of a schedule's rule where there is no such rule or no encoder."""
+    count = planner.eager_forwards
+    if count and schedule not in EAGER_SCHEDULES:
+        raise ConfigError(
+            f'planner.eager_forwards = {count} with parallelism.pipeline_parallel_schedule = "{schedule}", which has '
+            f"no number of forwards in flight to raise; set 0, or choose one of {', '.join(EAGER_SCHEDULES)}"
+        )
+    if count and len(model.cut_modules) == 1:
+        raise ConfigError(
+            f"planner.eager_forwards = {count}, but the model has one module, so no encoder can work ahead; set 0"
+        )
+
+
+def _check_braid(section: ParallelismConfig) -> None:
+    if section.tensor_parallel_degree == 1:
+        raise ConfigError(
+            "planner.braid = true with parallelism.tensor_parallel_degree = 1: nothing is exchanged inside of layers, "
+            "so blocks of a forward and a backward hide nothing; remove it, or raise the degree"
+        )
+    if section.fsdp_reshard_after_forward == "always":
+        raise ConfigError(
+            'planner.braid = true with parallelism.fsdp_reshard_after_forward = "always": one pass of a block would '
+            'free parameters that the other one still uses; set "step", or remove planner.braid'
+        )
+
+
+def check_memory_limit(
+    planner: PlannerConfig,
+    parallelism: ParallelismConfig,
+    checkpointing: ActivationCheckpointConfig,
+    *,
+    keeps_limits: bool,
+) -> None:
+    """Refuses a limit that nobody would keep: neither the planner, which chooses memory, nor the schedule.
+
+    Args: keeps_limits: whether the schedule does. Raises: ConfigError: nobody would.
+    """
+    schedule = parallelism.pipeline_parallel_schedule
+    if keeps_limits:
+        return
+    bounded = " and ".join(map(repr, MEMORY_BOUNDED_SCHEDULES))
+    chooses = checkpointing.mode == "none" and len(planner.memory_strategies) > 1
+    if planner.memory_limit and planner.enable and planner.memory and not (planner.interleave or chooses):
+        raise ConfigError(
+            f'planner.memory_limit = "{planner.memory_limit}" with planner.interleave = false: the orders are those of '
+            f'"{schedule}", which has its own rule of memory, and activation_checkpoint.mode = '
+            f'"{checkpointing.mode}" with planner.memory_strategies = {planner.memory_strategies} '
+            "leaves no choice of memory either. Set planner.interleave = true, mode none and more strategies, or one "
+            f"of the schedules {bounded}"
+        )
+    if planner.memory_limit and not (planner.enable and planner.memory):
+        switch = "enable" if not planner.enable else "memory"
+        raise ConfigError(
+            f'planner.memory_limit = "{planner.memory_limit}" with planner.{switch} = false is kept by '
+            f'parallelism.pipeline_parallel_schedule = {bounded} alone; "{schedule}" has its own rule of memory. '
+            f"Set planner.{switch} = true, or one of these schedules, or remove the limit"
+        )
+    if planner.activation_memory_gib:
+        raise ConfigError(
+            f"planner.activation_memory_gib = {planner.activation_memory_gib} is honoured by "
+            f"parallelism.pipeline_parallel_schedule = {bounded} alone; "
+            f'"{schedule}" bounds its memory by its own rule. Remove one of the two'
+        )
