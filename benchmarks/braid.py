@@ -21,7 +21,8 @@ from stp import problem as row_problem
 
 from mmtrain.config.planner import PlannerConfig
 from mmtrain.planner.plan import JobMethod, make_plan
-from mmtrain.planner.search.search import SearchOptions, search, warm
+from mmtrain.planner.search.search import search, warm
+from mmtrain.planner.search.search_options import SearchOptions
 from mmtrain.schedule.chain import plain_chain
 from mmtrain.schedule.library.catalogue import CATALOGUE, Schedule
 from mmtrain.schedule.problem import PlanningProblem

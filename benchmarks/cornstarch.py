@@ -30,7 +30,7 @@ from mmtrain.planner.memory.options import MemoryChoices
 from mmtrain.planner.partition.partition import Partition, Placed, divide_ranks, mixed_partition, partition
 from mmtrain.planner.plan import make_plan
 from mmtrain.planner.problem import make_problem
-from mmtrain.simulator.partition_choice import Cut, best_cut
+from mmtrain.simulator.cut_search import Cut, best_cut
 from mmtrain.simulator.replicated import replicated_partition, rerun
 from mmtrain.simulator.typical_iterations import TypicalIterations
 from mmtrain.spec.builders import DTYPE_BYTES, model_spec

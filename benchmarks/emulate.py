@@ -43,7 +43,8 @@ from mmtrain.parallel.mesh import build_mesh
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.plan import make_plan
 from mmtrain.planner.result import PlanResult
-from mmtrain.planner.search.search import SearchOptions, search
+from mmtrain.planner.search.search import search
+from mmtrain.planner.search.search_options import SearchOptions
 from mmtrain.planner.search_settings import PLANNED
 from mmtrain.schedule.action import RESULT_OF
 from mmtrain.schedule.items import Result

@@ -39,11 +39,11 @@ from mmtrain.planner.partition.partition import Partition, mixed_partition
 from mmtrain.planner.plan import JobMethod, make_plan
 from mmtrain.planner.result import PlanResult
 from mmtrain.planner.search.chains import Start, TreeChain
-from mmtrain.planner.search.evaluate import evaluate
+from mmtrain.planner.search.evaluate import LAST_ITERATIONS, evaluate
 from mmtrain.planner.search.instance import Searched
 from mmtrain.planner.search.kernels.arrays import Decoder
 from mmtrain.planner.search.orders import by_component, component_orders
-from mmtrain.planner.search.search import ITERATIONS, LAST_ITERATIONS
+from mmtrain.planner.search.search_run import ITERATIONS
 from mmtrain.planner.search_settings import search_seed
 from mmtrain.schedule.graph import ModuleStages, Work
 from mmtrain.schedule.library.catalogue import CATALOGUE

@@ -39,7 +39,9 @@ from mmtrain.planner.search.evaluate import anneal, choose, evaluate, fit_memory
 from mmtrain.planner.search.instance import Searched
 from mmtrain.planner.search.kernels.arrays import NEEDS_B, Chain, Decoder
 from mmtrain.planner.search.orders import by_component, component_orders
-from mmtrain.planner.search.search import CHAINS, ITERATIONS, SearchOptions, search, warm
+from mmtrain.planner.search.search import search, warm
+from mmtrain.planner.search.search_options import CHAINS, SearchOptions
+from mmtrain.planner.search.search_run import ITERATIONS
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.problem import PlanningProblem

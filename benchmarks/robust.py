@@ -28,7 +28,8 @@ from mmtrain.config.topology import MeshShape
 from mmtrain.costs.noise import EXACT, Noise
 from mmtrain.costs.overheads import NO_OVERHEADS, Overheads, charged
 from mmtrain.parallel.mesh import build_mesh
-from mmtrain.planner.search.search import SearchOptions, search
+from mmtrain.planner.search.search import search
+from mmtrain.planner.search.search_options import SearchOptions
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import Option, PlanningProblem
 from mmtrain.schedule.simulate import simulate

@@ -23,7 +23,8 @@ import numpy as np
 
 from mmtrain.errors import PlanError
 from mmtrain.planner.bound import lower_bound_s
-from mmtrain.planner.search.search import SearchOptions, search
+from mmtrain.planner.search.search import search
+from mmtrain.planner.search.search_options import SearchOptions
 from mmtrain.schedule.chain import plain_chain
 from mmtrain.schedule.graph import ModuleStages, Work
 from mmtrain.schedule.library.catalogue import CATALOGUE

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from mmtrain.planner.result import PlanResult
-from mmtrain.planner.search.search import SearchOptions
+from mmtrain.planner.search.search_options import SearchOptions
 from mmtrain.planner.search_settings import search_seed
 from mmtrain.schedule.action import RESULT_OF, Action, Kind
 from mmtrain.schedule.plan import Plan

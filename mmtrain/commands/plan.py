@@ -50,7 +50,8 @@ def _plan(args: argparse.Namespace) -> int:
     from mmtrain.planner.bound import lower_bound_s
     from mmtrain.planner.plan import make_plan
     from mmtrain.planner.plan_json import plan_to_json
-    from mmtrain.planner.search.search import SearchOptions, warm
+    from mmtrain.planner.search.search import warm
+    from mmtrain.planner.search.search_options import SearchOptions
     from mmtrain.schedule.io.strict_json import json_path, write_text
     from mmtrain.schedule.problem import PlanningProblem
 

@@ -41,8 +41,9 @@ from mmtrain.observe.machine_speed import WatchedClock
 from mmtrain.parallel.grads import local_part
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.stage import ModalityStage
-from mmtrain.simulator.profiling.measurements import NUM_BLOCKS, Samples, StepSample, assemble, slowest
+from mmtrain.simulator.profiling.measurements import NUM_BLOCKS, assemble
 from mmtrain.simulator.profiling.probing import CUTS, REPEATS, Cut, probing_job, small_job
+from mmtrain.simulator.profiling.samples import Samples, StepSample, slowest
 from mmtrain.trainer import Trainer
 
 MESSAGE_BYTES = tuple(4**k for k in range(5, 13))

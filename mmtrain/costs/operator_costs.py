@@ -14,7 +14,8 @@ from mmtrain.costs.operators.cluster import Cluster
 from mmtrain.costs.operators.execution import makespan_s
 from mmtrain.costs.operators.graph import DeviceKind, Graph, OpKind, Phase
 from mmtrain.costs.operators.latency import Floats, Latencies, Rule
-from mmtrain.costs.operators.layers import LayerDescriber, LinkedDivision, divides_layer
+from mmtrain.costs.operators.layer_builder import LinkedDivision
+from mmtrain.costs.operators.layers import LayerDescriber, divides_layer
 from mmtrain.costs.overheads import Overheads
 from mmtrain.errors import ConfigError
 from mmtrain.modality.catalogue import division_of

@@ -16,7 +16,8 @@ from mmtrain.errors import PlanError
 from mmtrain.planner.result import PlanResult
 from mmtrain.planner.scheduled import scheduled
 from mmtrain.planner.search.evaluate import fit_memory
-from mmtrain.planner.search.search import SearchOptions, may_bind, search, with_options_chosen
+from mmtrain.planner.search.search import may_bind, search, with_options_chosen
+from mmtrain.planner.search.search_options import SearchOptions
 from mmtrain.planner.search_settings import search_options
 from mmtrain.schedule.library.catalogue import Schedule
 from mmtrain.schedule.passes.offload import offload

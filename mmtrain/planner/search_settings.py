@@ -4,7 +4,7 @@ import hashlib
 
 from mmtrain.config.planner import PlannerConfig
 from mmtrain.costs.noise import EXACT, Noise
-from mmtrain.planner.search.search import SearchOptions
+from mmtrain.planner.search.search_options import SearchOptions
 
 PLANNED = "planned"
 """Stands among the names of schedules for the plans of the planner's search."""

@@ -23,7 +23,8 @@ from mmtrain.planner.partition.partition import Partition
 from mmtrain.planner.plan import JobMethod, make_plan
 from mmtrain.planner.problem import make_problem
 from mmtrain.planner.result import PlanResult
-from mmtrain.planner.search.search import SearchOptions, shortest_s
+from mmtrain.planner.search.search import shortest_s
+from mmtrain.planner.search.search_options import SearchOptions
 from mmtrain.planner.search_settings import search_options
 from mmtrain.schedule.library.catalogue import Schedule
 from mmtrain.schedule.problem import PlanningProblem

@@ -23,7 +23,8 @@ from mmtrain.modality.typical import Bins
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.plan import make_plan
-from mmtrain.planner.search.search import SearchOptions, search
+from mmtrain.planner.search.search import search
+from mmtrain.planner.search.search_options import SearchOptions
 from mmtrain.schedule.action import BRAID, COMPUTE, SENDS, Action, Kind
 from mmtrain.schedule.chain import plain_chain
 from mmtrain.schedule.graph import ModuleStages, Work

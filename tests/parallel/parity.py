@@ -31,7 +31,8 @@ from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.job import Job
 from mmtrain.planner.memory.options import MemoryChoices
 from mmtrain.planner.partition.partition import partition
-from mmtrain.planner.search.search import SearchOptions, search
+from mmtrain.planner.search.search import search
+from mmtrain.planner.search.search_options import SearchOptions
 from mmtrain.schedule.action import BRAID, Braid, Kind
 from mmtrain.schedule.library.catalogue import CATALOGUE, Placement, Schedule
 from mmtrain.schedule.passes.lower import lower

@@ -27,7 +27,8 @@ from mmtrain.planner.iteration import IterationPlan, IterationPlanner
 from mmtrain.planner.job import Job
 from mmtrain.planner.partition.partition import partition
 from mmtrain.planner.plan import make_plan
-from mmtrain.planner.search.search import SearchOptions, search
+from mmtrain.planner.search.search import search
+from mmtrain.planner.search.search_options import SearchOptions
 from mmtrain.planner.search_settings import search_options, search_seed
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.plan import check as check_plan

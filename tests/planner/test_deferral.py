@@ -20,7 +20,8 @@ from mmtrain.planner.job import Job
 from mmtrain.planner.layout import IterationLayout
 from mmtrain.planner.partition.partition import Partition, partition
 from mmtrain.planner.problem import make_problem
-from mmtrain.planner.search.search import SearchOptions, search
+from mmtrain.planner.search.search import search
+from mmtrain.planner.search.search_options import SearchOptions
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.graph import Work
 from mmtrain.schedule.library.catalogue import CATALOGUE, Placement

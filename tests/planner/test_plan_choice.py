@@ -13,7 +13,7 @@ from mmtrain.planner.job_schedule import job_schedule
 from mmtrain.planner.memory.limit import MemoryRule
 from mmtrain.planner.plan import JobMethod, best_of, make_plan
 from mmtrain.planner.result import PlanResult
-from mmtrain.planner.search.search import SearchOptions
+from mmtrain.planner.search.search_options import SearchOptions
 from mmtrain.planner.search_settings import (
     search_options,
     search_seed,

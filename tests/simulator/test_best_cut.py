@@ -6,17 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.simulator.partition_choice import (
-    CHAIN_WORTH,
-    FINALISTS,
-    LEAST_S,
-    MOST_S,
-    SHARE,
-    WORTH,
-    Cut,
-    best_cut,
-    looks,
-)
+from mmtrain.simulator.cut_search import CHAIN_WORTH, FINALISTS, LEAST_S, MOST_S, SHARE, WORTH, Cut, best_cut, looks
 from mmtrain.simulator.typical_iterations import MOST_MICROBATCHES
 
 

@@ -15,14 +15,9 @@ from mmtrain.errors import ConfigError
 from mmtrain.planner.memory.limit import MemoryRule
 from mmtrain.planner.partition.partition import Partition
 from mmtrain.schedule.library.catalogue import CATALOGUE
+from mmtrain.simulator.cut_search import FINALISTS, WORTH, looks
 from mmtrain.simulator.job import make_job
-from mmtrain.simulator.partition_choice import (
-    FINALISTS,
-    WORTH,
-    choose_partition,
-    looks,
-    partition_of,
-)
+from mmtrain.simulator.partition_choice import choose_partition, partition_of
 from mmtrain.simulator.typical_iterations import TypicalIterations
 from mmtrain.spec.builders import model_spec
 

@@ -71,11 +71,11 @@ def select(name: str, x: Var, rows: Rates) -> Var:
     )
 
 
-def mean_rows(name: str, x: Var, rows: Rates) -> Var:
+def mean_rows(x: Var, rows: Rates) -> Var:
     """The means of groups of rows of an activation, which are fewer rows; the backward reads none of them."""
-    result = x.tape.var(name, rows=rows, columns=x.columns, needs_grad=x.needs_grad)
+    result = x.tape.var("pool", rows=rows, columns=x.columns, needs_grad=x.needs_grad)
     num_bytes = x.num_bytes + result.num_bytes
-    return x.tape.pointwise(name, (x,), result, forward_bytes=num_bytes, backward_bytes=num_bytes, saved=())
+    return x.tape.pointwise("pool", (x,), result, forward_bytes=num_bytes, backward_bytes=num_bytes, saved=())
 
 
 def replace_rows(x: Var, features: Var) -> Var:

@@ -14,9 +14,6 @@ from mmtrain.planner.search.kernels.arrays import COMPONENT, KIND, TOTAL
 Order = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 """(position of each group [2, G], group at each position [2, G])."""
 
-SEEDS = ("fifo", "shortest", "longest", "hill", "valley", "zigzag", "longest first", "longest few first")
-"""Names of the orders of components."""
-
 
 def order_of(group_at: npt.NDArray[np.int64]) -> Order:
     """An order from the group at each position. Args: group_at: [2, G]."""
@@ -45,7 +42,8 @@ def by_component(searched: Searched, components: Iterable[int]) -> Order:
 
 
 def component_orders(searched: Searched) -> tuple[tuple[int, ...], ...]:
-    """The orders of components named in `SEEDS`, by the total seconds of the actions of each component."""
+    """Eight orders of components, by the total seconds of the actions of each: fifo, shortest, longest, hill, valley,
+    zigzag, the longest first, the longest few first."""
     p = searched.arrays
     fastest = p.option[p.first[p.node[:, KIND]], TOTAL]
     load = np.bincount(p.node[:, COMPONENT], weights=fastest)

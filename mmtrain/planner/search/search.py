@@ -12,101 +12,24 @@ arXiv:2504.14145, section 5).
 """
 
 import math
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from itertools import product
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import replace
 
-import numpy as np
-
-from mmtrain.costs.noise import EXACT, Factors, Noise
+from mmtrain.costs.noise import EXACT
 from mmtrain.errors import PlanError
 from mmtrain.planner.bound import lower_bound_s
 from mmtrain.planner.result import PlanResult
 from mmtrain.planner.scheduled import scheduled
-from mmtrain.planner.search.chains import AnnealChain, Chain, DepthFirstChain, RandomChain, Start, TreeChain
-from mmtrain.planner.search.evaluate import LAST_ITERATIONS, cost_of, evaluate, fit_memory, join
-from mmtrain.planner.search.instance import NO_DRAWS, Searched
-from mmtrain.planner.search.kernels.arrays import RANK, SPLITS, Decoder, Workspace
-from mmtrain.planner.search.numba_start import load_numba
-from mmtrain.planner.search.orders import Order, by_component, component_orders
+from mmtrain.planner.search.evaluate import fit_memory
+from mmtrain.planner.search.search_options import SearchOptions
+from mmtrain.planner.search.search_run import SearchRun
 from mmtrain.schedule.graph import ModuleStages, Work
 from mmtrain.schedule.library.catalogue import CATALOGUE, Schedule
 from mmtrain.schedule.library.list_schedule import rank_footprints
 from mmtrain.schedule.library.memory import choose_options, components
 from mmtrain.schedule.library.v_shape import v_chunks
-from mmtrain.schedule.limits import THREADS
-from mmtrain.schedule.passes.braid import braid
 from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.problem import P2P, Option, PlanningProblem
-
-if TYPE_CHECKING:  # a search needs no config, whose import takes as long as the rest of the planner
-    from mmtrain.config.planner import Strategy
-
-CHAINS: Mapping[str, type[Chain]] = {
-    "anneal": AnnealChain,
-    "mcts": TreeChain,
-    "random": RandomChain,
-    "dfs": DepthFirstChain,
-}
-
-ITERATIONS = 20
-"""Iterations of the memory choice in an evaluation."""
-EVALUATIONS_PER_CHAIN = 2000
-LEAST_PER_CHAIN = 500
-"""From here on a second chain is worth more than a longer first one, which may get stuck."""
-MOST_CHAINS = 16
-SWEEP_SHARE = 0.4
-"""Largest part of the budget that the sweep may use."""
-SEARCH_DRAWS = 8
-"""The search compares plans by one in this many of the draws; finalists are compared by all."""
-ROBUST_SHARE = 0.4
-"""Part of the budget, its last, in which plans are compared by their mean makespan if there is noise."""
-CHUNK = 72_000
-"""Stages of works that a chain evaluates between two checks of clock and cancellation: about 30 ms."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SearchOptions:
-    """Budget and search space of a search."""
-
-    budget_evaluations: int = 1000
-    """Plans tried; 0: no limit."""
-    budget_s: float = 0.0
-    """Seconds; 0: no limit. If it ends the search, the plan depends on the speed of the machine."""
-    seed: int = 0
-    threads: int = 1
-    """The plan depends on it only if budget_s ends the search."""
-    strategy: "Strategy" = "anneal"
-    """mcts is DIP's (section 5.1); dfs and random are for comparison; first: no search."""
-    reorder: bool = True
-    """Search the order of microbatches."""
-    split: bool = True
-    """Backwards may be split into I and W."""
-    braid: bool = False
-    """Forwards and backwards may run as one block, where layers run as units."""
-    memory: bool = True
-    """Choose a memory option for each stage and work; else the fastest one that fits for all."""
-    noise: Noise = EXACT
-    """Of actual seconds. Plans are then compared by their mean makespan over drawn seconds."""
-    draws: int = 64
-    """Draws for the comparison of finalists; all plans are compared by an eighth of them."""
-    finalists: int = 8
-    """Plans that are compared by all draws, if there is noise."""
-
-    def __post_init__(self) -> None:
-        for name in ("budget_evaluations", "budget_s", "seed"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise PlanError(f"{name} = {getattr(self, name)}; it must be finite and at least 0")
-        for name in ("draws", "finalists"):
-            if getattr(self, name) < 1:
-                raise PlanError(f"{name} = {getattr(self, name)}; it must be at least 1")
-        THREADS.check("threads", self.threads)
-        if self.strategy not in (*CHAINS, "first"):
-            raise PlanError(f"strategy {self.strategy!r} does not exist; choose one of {', '.join(CHAINS)}, first")
 
 
 def search(
@@ -180,7 +103,7 @@ def may_bind(made: PlanResult) -> bool:
 
 def _decoded(problem: PlanningProblem, braid: bool) -> Plan | None:
     """The best checked plan of the sweep's decoders on the order of arrival; None: none fits."""
-    run = _Search(problem, SearchOptions(budget_evaluations=0, split=False, braid=braid), None, lambda: False, 0.0)
+    run = SearchRun(problem, SearchOptions(budget_evaluations=0, split=False, braid=braid), None, lambda: False, 0.0)
     run.arrive(map)
     return run.plan()
 
@@ -275,7 +198,7 @@ def _shortest_s(problem: PlanningProblem, options: SearchOptions) -> float:
         only = None if options.memory else choose_options(problem, components(problem.graph))
     except PlanError:
         return math.inf
-    run = _Search(problem, options, only, lambda: False, bound_s=0.0)
+    run = SearchRun(problem, options, only, lambda: False, bound_s=0.0)
     run.run()
     return run.cost_s
 
@@ -290,7 +213,7 @@ def _search(problem: PlanningProblem, options: SearchOptions, cancelled: Callabl
         only = None if options.memory else choose_options(problem, components(problem.graph))
     except PlanError as error:
         return PlanResult(problem=problem, status="infeasible", message=str(error), seed=options.seed)
-    run = _Search(problem, options, only, cancelled)
+    run = SearchRun(problem, options, only, cancelled)
     why = run.run()
     plan = run.plan()
     if plan is None:
@@ -323,234 +246,3 @@ def warm() -> None:
         memory_limit_bytes=(4.0, None),
     )
     search(problem, SearchOptions(budget_evaluations=1))
-
-
-_Map = Callable[[Callable[[Any], None], Iterable[Any]], Iterable[None]]
-"""Like `map`, with the calls in any order."""
-
-
-class _Search:
-    """One search."""
-
-    def __init__(
-        self,
-        problem: PlanningProblem,
-        options: SearchOptions,
-        only: Mapping[tuple[int, int], int] | None,
-        cancelled: Callable[[], bool],
-        bound_s: float | None = None,
-    ) -> None:
-        """Args: only: (stage, work) -> its option; None: they are chosen. bound_s: of all plans; None: computed."""
-        load_numba()
-        self.problem, self.options, self._cancelled = problem, options, cancelled
-        self.bound_s = lower_bound_s(problem) if bound_s is None else bound_s
-        searched = Searched.of(problem, only)
-        self.searched = replace(searched, factors=self._draw(searched, max(1, options.draws // SEARCH_DRAWS), 0))
-        """With draws of seconds, if there is noise."""
-        self.evaluations = 0
-        self._best: list[Start] = []
-        """The best plans, best first."""
-        self._start_s = time.perf_counter()
-        self._workspaces: list[Workspace] = []
-
-    def run(self) -> str:
-        """Searches until the budget is used up; returns why it ended."""
-        # One thread is this one: a thread pool costs as much as a small search, more on a busy machine.
-        several = self.options.threads > 1
-        with ThreadPoolExecutor(self.options.threads) if several else nullcontext() as pool:
-            run = pool.map if pool else map
-            starts = self._sweep(run)
-            why = self._why_over()
-            return why or self._go_on(run, starts)
-
-    def plan(self) -> Plan | None:
-        """The checked best plan; None if none fits."""
-        if self.cost_s == math.inf:
-            return None
-        w, exact = self._workspace(0), self.options.noise == EXACT
-        finalists = product(self._best[: 1 if exact else None], (ITERATIONS, LAST_ITERATIONS))
-        judge = replace(self.searched, factors=self._draw(self.searched, self.options.draws, 1))
-
-        def finish(start: Start, iterations: int) -> float:
-            """The cost of a plan, which the workspace then holds; inf: its options do not fit."""
-            if evaluate(self.searched, w, start.order, start.how, iterations) == math.inf:
-                return math.inf
-            join(self.searched, w)
-            return cost_of(judge, w)
-
-        cost, _, best, iterations = min((finish(*f), i, *f) for i, f in enumerate(finalists))
-        if cost == math.inf:
-            return None
-        finish(best, iterations)
-        self._best = [best._replace(cost=cost)]
-        plan = self.searched.plan(w)
-        if self._braids and exact:
-            plan = braid(plan, self.problem)
-        check(plan, self.problem)
-        return plan
-
-    def _draw(self, searched: Searched, draws: int, number: int) -> Factors:
-        """Args: number: of the draws, for the seed."""
-        options = self.options
-        if options.noise == EXACT:
-            return NO_DRAWS
-        node_rank = searched.arrays.node[:, RANK].astype(np.int64)
-        return options.noise.factors(node_rank, draws, 2 * options.seed + number)
-
-    @property
-    def _braids(self) -> bool:
-        return self.options.braid and self.problem.runs_units
-
-    @property
-    def cost_s(self) -> float:
-        """Makespan of the best plan, or its mean over draws; inf: there is none."""
-        return self._best[0].cost if self._best else math.inf
-
-    # ------------------------------------------------------------------------------------ budget
-
-    def _why_over(self) -> str:
-        """Why the search is over; empty: it is not."""
-        if self.options.noise == EXACT and self.cost_s <= self.bound_s * (1 + 1e-9):
-            return "no plan can be better"
-        if self.options.budget_evaluations and self.evaluations >= self.options.budget_evaluations:
-            return "budget of evaluations used up"
-        if self.options.budget_s and self._elapsed_s >= self.options.budget_s:
-            return "budget of time used up"
-        return "stopped from outside" if self._cancelled() else ""
-
-    @property
-    def _elapsed_s(self) -> float:
-        return time.perf_counter() - self._start_s
-
-    @property
-    def _progress(self) -> float:
-        """The part of the budget that is used up."""
-        done = 0.0
-        if self.options.budget_evaluations:
-            done = self.evaluations / self.options.budget_evaluations
-        if self.options.budget_s:
-            done = max(done, self._elapsed_s / self.options.budget_s)
-        return min(1.0, done)
-
-    def _workspace(self, number: int) -> Workspace:
-        while len(self._workspaces) <= number:
-            self._workspaces.append(self.searched.workspace())
-        return self._workspaces[number]
-
-    # ------------------------------------------------------------------------------------ sweep
-
-    def _sweep(self, run: _Map) -> list[Start]:
-        """The best starts, best first."""
-        orders = [by_component(self.searched, order) for order in component_orders(self.searched)]
-        starts = self.arrive(run)
-        if self.options.reorder:
-            best = [start.how for start in sorted(starts, key=lambda start: start.cost)[:4]]
-            starts += self._try(run, [(order, how) for order in orders[1:] for how in best])
-        starts.sort(key=lambda start: start.cost)
-        return starts
-
-    def arrive(self, run: _Map) -> list[Start]:
-        """Tries all decoders on the order of arrival."""
-        decoders = _decoders(self.searched, split=self.options.split, braid=self._braids)
-        order = by_component(self.searched, component_orders(self.searched)[0])
-        return self._try(run, [(order, how) for how in decoders])
-
-    def _try(self, run: _Map, candidates: Sequence[tuple[Order, Decoder]]) -> list[Start]:
-        """Evaluates candidates within the budget, by their makespan."""
-        threads = self.options.threads
-        if self.options.budget_evaluations:
-            most = max(1, int(SWEEP_SHARE * self.options.budget_evaluations)) - self.evaluations
-            candidates = candidates[: max(0, most)]
-        costs, exact = np.full(len(candidates), math.nan), replace(self.searched, factors=NO_DRAWS)
-
-        def work(thread: int) -> None:
-            w = self._workspaces[thread]
-            for i in range(thread, len(candidates), threads):
-                if self.options.budget_s and self._elapsed_s > self.options.budget_s and i >= threads:
-                    return
-                if i and self._cancelled():
-                    return
-                costs[i] = evaluate(exact, w, *candidates[i], ITERATIONS)
-
-        self._workspace(threads - 1)
-        list(run(work, range(threads)))
-        starts = [Start(*c, float(cost)) for c, cost in zip(candidates, costs, strict=True) if cost == cost]
-        self.evaluations += len(starts)
-        for start in starts:
-            self._note(start)
-        return starts
-
-    def _note(self, start: Start) -> None:
-        if start.cost == math.inf or any(start.cost == known.cost for known in self._best):
-            return
-        self._best = sorted([*self._best, start], key=lambda known: known.cost)[: self.options.finalists]
-
-    # ------------------------------------------------------------------------------------ chains
-
-    def _go_on(self, run: _Map, starts: Sequence[Start]) -> str:
-        """Runs the chains of the strategy until the search is over; returns why.
-
-        With noise they go by the makespan first, which finds good plans sooner, then on from these by the mean.
-        """
-        if self.options.noise == EXACT:
-            return self._run_chains(run, self.searched, starts, 1.0)
-        self._run_chains(run, replace(self.searched, factors=NO_DRAWS), starts, 1 - ROBUST_SHARE)
-        self._best = sorted((self._by_mean(start) for start in self._best), key=lambda start: start.cost)
-        return self._why_over() or self._run_chains(run, self.searched, self._best, 1.0)
-
-    def _by_mean(self, start: Start) -> Start:
-        cost = evaluate(self.searched, self._workspace(0), start.order, start.how, ITERATIONS)
-        return start._replace(cost=cost)
-
-    def _run_chains(self, run: _Map, searched: Searched, starts: Sequence[Start], until: float) -> str:
-        """Runs chains in rounds until a part of the budget is used up; why the search is over, or empty."""
-        options = self.options
-        count = options.threads
-        if options.budget_evaluations:
-            count = num_chains(options.budget_evaluations)
-        chains = [
-            CHAINS[options.strategy](
-                searched, self._workspace(i), starts[i % len(starts)], (options.seed, i), options.reorder,
-                any(start.how.split for start in starts), self._braids, ITERATIONS,
-            )
-            for i in range(count)
-        ]  # fmt: skip
-        chunk = max(1, CHUNK // max(1, len(searched.nodes)))
-        why = self._why_over()
-        while not why and self._progress < until:
-            each = chunk
-            if options.budget_evaluations:  # the last round may be shorter, without the last chains
-                remaining = math.ceil(until * options.budget_evaluations) - self.evaluations
-                each = min(chunk, max(1, remaining // count))
-                chains = chains[:remaining]
-            # Progress at the start and at the end of the round; only evaluations count where there is no time limit.
-            before = self._progress
-            self.evaluations += each * len(chains)
-            after = self._progress
-            list(run(lambda chain: chain.run(each, before, after), chains))  # noqa: B023
-            for chain in chains:
-                self._note(chain.best)
-            why = self._why_over()
-        return why
-
-
-def num_chains(evaluations: int) -> int:
-    """The number of chains of a budget: 2 from 1,000 evaluations on, and 1 for each 2,000 from 6,000 on."""
-    return min(MOST_CHAINS, max(1, min(2, evaluations // LEAST_PER_CHAIN), evaluations // EVALUATIONS_PER_CHAIN))
-
-
-def _decoders(searched: Searched, *, split: bool, braid: bool = False) -> list[Decoder]:
-    """The decoders of the sweep, those first that are good for nearly all problems."""
-    p = searched.arrays
-    limited = bool(np.isfinite(p.limit).any())
-    several = bool((np.diff(p.first) > 1).any())
-    memory = (0.0, 0.5, 1.0, 0.25, 0.75) if limited and several else (0.0,)
-    speed = (0.0, 0.5) if limited and several else (0.0,)
-    splits_and_gaps = [(True, 1.0), (True, 0.5), (True, 0.0)] if split and p.node[:, SPLITS].any() else []
-    splits_and_gaps.append((False, 0.0))
-    return [
-        Decoder(m, s, gap, backward_first, splits, braids)
-        for s, braids, (splits, gap), backward_first, m in product(
-            speed, (True, False) if braid else (False,), splits_and_gaps, (False, True), memory
-        )
-    ]

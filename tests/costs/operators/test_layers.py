@@ -7,7 +7,8 @@ import pytest
 from mmtrain.config.model import ModelConfig
 from mmtrain.costs.operators.execution import run, simulate
 from mmtrain.costs.operators.graph import Graph, OpKind, Phase
-from mmtrain.costs.operators.layers import LayerDescriber, LinkedDivision
+from mmtrain.costs.operators.layer_builder import LinkedDivision
+from mmtrain.costs.operators.layers import LayerDescriber
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.layer import LayerSpec
 from mmtrain.spec.linears import adapted_linears

@@ -8,7 +8,8 @@ from mmtrain.modality.typical import Bins
 from mmtrain.planner.assignment.step_assigner import StepAssigner
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.plan import make_plan
-from mmtrain.planner.search.search import SearchOptions, search
+from mmtrain.planner.search.search import search
+from mmtrain.planner.search.search_options import SearchOptions
 from mmtrain.simulator.job import make_job
 from mmtrain.simulator.workloads import draw
 

@@ -28,7 +28,8 @@ from mmtrain.planner.memory.options import (
 )
 from mmtrain.planner.partition.partition import partition
 from mmtrain.planner.problem import make_problem
-from mmtrain.planner.search.search import SearchOptions, search
+from mmtrain.planner.search.search import search
+from mmtrain.planner.search.search_options import SearchOptions
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.plan import check
 from mmtrain.schedule.problem import Option, PlanningProblem

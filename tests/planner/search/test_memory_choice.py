@@ -10,7 +10,8 @@ from scipy.optimize import LinearConstraint, milp
 
 from mmtrain.planner.search.evaluate import choose, fit_memory
 from mmtrain.planner.search.instance import Searched
-from mmtrain.planner.search.search import SearchOptions, search
+from mmtrain.planner.search.search import search
+from mmtrain.planner.search.search_options import SearchOptions
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.plan import Plan, check

@@ -15,7 +15,8 @@ from mmtrain.planner.search.evaluate import cost_of, evaluate, join
 from mmtrain.planner.search.instance import Searched
 from mmtrain.planner.search.kernels.arrays import Decoder
 from mmtrain.planner.search.orders import by_component, component_orders
-from mmtrain.planner.search.search import SearchOptions, search
+from mmtrain.planner.search.search import search
+from mmtrain.planner.search.search_options import SearchOptions
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import Option, PlanningProblem

@@ -13,7 +13,9 @@ from mmtrain.planner.judge import judge
 from mmtrain.planner.plan import make_plan
 from mmtrain.planner.plan_json import plan_to_json
 from mmtrain.planner.search.evaluate import fit_memory
-from mmtrain.planner.search.search import CHAINS, SearchOptions, num_chains, search, shortest_s
+from mmtrain.planner.search.search import search, shortest_s
+from mmtrain.planner.search.search_options import CHAINS, SearchOptions
+from mmtrain.planner.search.search_run import num_chains
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.chain import plain_chain
 from mmtrain.schedule.library.catalogue import CATALOGUE

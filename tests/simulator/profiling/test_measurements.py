@@ -23,16 +23,9 @@ from mmtrain.schedule.action import Kind
 from mmtrain.schedule.problem import P2P
 from mmtrain.simulator.job import make_job
 from mmtrain.simulator.partition_choice import partition_of
-from mmtrain.simulator.profiling.measurements import (
-    NUM_BLOCKS,
-    Samples,
-    SpeedFilter,
-    StepSample,
-    assemble,
-    slowest,
-    trainable_params,
-)
+from mmtrain.simulator.profiling.measurements import NUM_BLOCKS, assemble, trainable_params
 from mmtrain.simulator.profiling.probing import CUTS, REPEATS, probing_job, small_job
+from mmtrain.simulator.profiling.samples import Samples, SpeedFilter, StepSample, slowest
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.memory_strategies import BlockMemory
 from mmtrain.spec.recomputation import Recomputation

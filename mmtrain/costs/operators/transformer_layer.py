@@ -1,0 +1,203 @@
+"""The operators of a layer of a vision, audio or language module. Pure.
+
+Shape legend: D width; C columns of all query heads; K columns of all key heads; I inner width of an MLP.
+"""
+
+from mmtrain.costs.operators.cluster import sent_bytes
+from mmtrain.costs.operators.exchanges import (
+    gather,
+)
+from mmtrain.costs.operators.functions import add, concat, mean_rows, replace_rows, reshape, select, split
+from mmtrain.costs.operators.graph import OpKind
+from mmtrain.costs.operators.layer_builder import DescribedModule, LayerBuilder
+from mmtrain.costs.operators.modules import (
+    AddRow,
+    Convolution,
+    CrossEntropy,
+    Elementwise,
+    Embedding,
+    Norm,
+    activation,
+    multiply,
+)
+from mmtrain.costs.operators.tape import Tape, Var
+from mmtrain.families.shapes import WINDOWED, LanguageShape, VisionShape
+from mmtrain.spec.layer import LayerSpec
+from mmtrain.spec.linears import block_linears
+from mmtrain.spec.work_size import Rates
+
+
+class TransformerLayer(LayerBuilder):
+    """A layer of a vision or language module."""
+
+    def __init__(
+        self,
+        module: DescribedModule,
+        shape: VisionShape | LanguageShape,
+        tape: Tape,
+        layer: LayerSpec,
+        input_grad: bool,
+    ) -> None:
+        super().__init__(module, shape.width, tape, layer, input_grad)
+        self.shape = shape
+
+    def build(self) -> Var:
+        shape, name = self.shape, self.layer.name
+        if self.layer.is_block:
+            return self._block()
+        if name == "norm":
+            return self._norm("norm", shape.width)(self._pooled(self._between()))
+        if isinstance(shape, LanguageShape):
+            return self._embed_tokens(shape) if name == "embed" else self._head(shape)
+        if name == "embed":
+            return self._embed_audio(shape) if shape.one_row else self._embed_patches(shape)
+        return self._projector(shape)
+
+    def _norm(self, name: str, columns: float) -> Norm:
+        shape = self.shape
+        rms = isinstance(shape, LanguageShape) or (shape.rms_norm and self.layer.is_block)
+        return Norm(name, columns, rms=rms, trainable=self.trainable)
+
+    def _pooled(self, x: Var) -> Var:
+        """The mean of each few rows, where an encoder makes one feature of them."""
+        if isinstance(self.shape, LanguageShape) or self.shape.pool == 1:
+            return x
+        x = self.between.gather("pool.rows", self.tp, self.link)(x)
+        return self.between.shard("pool.shard", self.tp, self.link)(mean_rows(x, self.outputs))
+
+    # ----------------------------------------------------------------------------------------- blocks
+
+    def _block(self) -> Var:
+        x, shape, D = self._between(), self.shape, self.shape.width
+        attended = self._attention(shape, self._gathered("attention", self._norm("norm1", D)(x)))
+        x = add("attention.residual", x, attended)
+        return add("mlp.residual", x, self._mlp(shape, self._gathered("mlp", self._norm("norm2", D)(x))))
+
+    def _attention(self, shape: VisionShape | LanguageShape, x: Var) -> Var:
+        D = shape.width
+        names = self._names(0)
+        if isinstance(shape, LanguageShape):
+            C, K, head = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.head_dim
+            biases, out_bias = (shape.qkv_bias,) * 3, shape.output_bias
+        else:
+            C, K, head = D, D, D // shape.num_heads
+            biases, out_bias = (shape.qkv_bias, shape.qkv_bias and shape.key_bias, shape.qkv_bias), True
+        if len(names) == 1:  # query, key and value in one
+            query, key, value = split("qkv", self._columns(names[0], x, D, 3 * D, bias=biases[0]), 3)
+        else:
+            widths = (C, K, K)
+            query, key, value = (
+                self._columns(name, x, D, width, bias=bias)
+                for name, width, bias in zip(names, widths, biases, strict=True)
+            )
+        if isinstance(shape, LanguageShape) and shape.head_norms:
+            query, key = (self._head_norm(f"{n}_norm", v, head) for n, v in (("q", query), ("k", key)))
+        if isinstance(shape, LanguageShape):  # in the model's dtype
+            query, key = (Elementwise(f"rotary.{i}", 9.0, 11.0, 5, 7)(v) for i, v in enumerate((query, key)))
+        elif shape.rotary:  # through float32
+            query, key = (Elementwise(f"rotary.{i}", 24.0, 26.0, 7, 9)(v) for i, v in enumerate((query, key)))
+        per_pair = 1 / self.of.division.groups
+        pairs = Rates(window_pair=per_pair) if self.layer.kind == WINDOWED else Rates(pair=per_pair)
+        attended = self._attended(query, key, value, pairs, head)
+        attended = Elementwise("attention.join", 2.0, 2.0)(attended)  # results of single images or documents
+        return self._rows(self._names(1)[0], attended, C, D, bias=out_bias)
+
+    def _head_norm(self, name: str, x: Var, head: float) -> Var:
+        """The norm of each head of queries or keys. Args: head: columns of one."""
+        heads = reshape(x, rows=x.rows * (x.columns / head), columns=head)
+        return reshape(self._norm(name, head)(heads), rows=x.rows, columns=x.columns)
+
+    def _mlp(self, shape: VisionShape | LanguageShape, x: Var) -> Var:
+        D, I = shape.width, shape.mlp_width
+        bias = shape.mlp_bias if isinstance(shape, LanguageShape) else True
+        columns = [self._columns(name, x, D, I, bias=bias) for name in self._names(2)]
+        inner = activation("mlp.activation", shape.hidden_act)(columns[0])
+        if len(columns) > 1:
+            inner = multiply("mlp.gated", inner, columns[1])
+        return self._rows(self._names(3)[0], inner, I, D, bias=bias)
+
+    def _names(self, position: int) -> list[str]:
+        return [linear.name for linear in block_linears(self.shape, self.layer.kind) if linear.position == position]
+
+    # -------------------------------------------------------------------------------- first and last
+
+    def _embed_patches(self, shape: VisionShape) -> Var:
+        patches = self.outputs * shape.patches_per_output
+        pixels = self.tape.input("pixels", rows=patches, columns=shape.patch_dim)
+        x = Convolution("patches", shape.patch_dim, shape.width, bias=shape.embed_bias, trainable=self.trainable)(
+            pixels
+        )
+        x = reshape(x, rows=self.rows, columns=shape.width)  # with a class token, which has no pixels
+        if shape.num_positions:
+            x = AddRow("positions", shape.num_positions * shape.width, trainable=self.trainable)(x)
+        if shape.fixed_grid is not None:
+            count = (shape.fixed_grid[1] * shape.fixed_grid[2] + 2 * shape.class_token) * shape.width
+            x = AddRow("positions", count, trainable=self.trainable)(x)
+        if shape.embed_norm:
+            x = self._norm("embed.norm", shape.width)(x)
+        return self.between.shard("rows", self.tp, self.link)(x)
+
+    def _embed_audio(self, shape: VisionShape) -> Var:
+        D, M, firsts, trainable = shape.width, shape.mel_bins, shape.first_convolutions, self.trainable
+        x = self.tape.input("frames", rows=self.rows * firsts, columns=shape.patch_dim / firsts)
+        x = Convolution("conv1", M, D, taps=3, bias=True, trainable=trainable)(x)
+        x = activation("conv1.activation", "gelu")(x)
+        x = Convolution("conv2", D, D, taps=3, stride=firsts, bias=True, trainable=trainable)(x)
+        x = activation("conv2.activation", "gelu")(x)
+        x = AddRow("positions", shape.max_rows * D, trainable=False)(x)
+        return self.between.shard("rows", self.tp, self.link)(x)
+
+    def _projector(self, shape: VisionShape) -> Var:
+        projection = self.of.projection
+        assert projection is not None
+        D, merged = shape.width, shape.width * shape.features_per_token
+        x = self._between(rows=self.rows if shape.pool == 1 else self.outputs)
+        x = self.between.gather("projector.rows", self.tp, self.link)(x)
+        x = reshape(x, rows=self.outputs * shape.features_per_token, columns=D)  # without dropped class tokens
+        if projection.kind in ("mlp", "native"):
+            rms = projection.kind == "native" and shape.rms_norm
+            x = Norm("projector.norm", D, rms=rms, trainable=self.trainable)(x)
+        x = reshape(x, rows=self.outputs, columns=merged)
+        inner, act = projection.width, projection.hidden_act
+        if not inner:
+            x = self._for_parts("projector", x)
+            x = self._linear("projector.linear", merged, projection.outputs / self.tp, bias=True)(x)
+            x = gather("projector.columns", self.tp, self.link)(x)
+            x = reshape(x, rows=self.outputs, columns=projection.outputs)
+            return self.between.shard("projector.shard", self.tp, self.link)(x)
+        features = [self._two_linears("projector", ("fc1", "fc2"), x, merged, inner, projection.outputs, act)]
+        for number, _ in enumerate(shape.taps):
+            name = f"projector.tap{number}"
+            tap = self.between.gather(f"{name}.rows", self.tp, self.link)(self._between(name))
+            tap = reshape(tap, rows=self.outputs, columns=merged)
+            tap = Norm(f"{name}.norm", merged, trainable=self.trainable)(tap)
+            features.append(self._two_linears(name, ("fc1", "fc2"), tap, merged, inner, projection.outputs, act))
+        x = concat("projector.features", *features) if shape.taps else features[0]
+        return self.between.shard("projector.shard", self.tp, self.link)(x)
+
+    def _embed_tokens(self, shape: LanguageShape) -> Var:
+        ids = self.tape.input("ids", rows=self.rows, columns=0)
+        x = Embedding("embed", shape.vocab_size / self.tp, shape.width, trainable=self.trainable)(ids)
+        x = self.between.sum_shard("embed.sum", self.tp, self.link)(x)
+        if self.of.projection is None:
+            return x
+        features = self.tape.input("features", rows=Rates(), columns=shape.width, needs_grad=self.input_grad)
+        return replace_rows(x, features)
+
+    def _head(self, shape: LanguageShape) -> Var:
+        x = self.between.gather("head.rows", self.tp, self.link)(self._between())
+        x = self._norm("head.norm", shape.width)(select("labelled", x, self.outputs))
+        x = self._for_parts("head", x)
+        logits = self._linear("lm_head", shape.width, shape.vocab_size / self.tp, bias=False)(x)
+        loss = CrossEntropy("loss", shape.vocab_size / self.tp)(logits)
+        if self.tp > 1:  # the largest logit; then the sum of exponentials and the target's logit
+            sent = sent_bytes(OpKind.ALL_REDUCE, 4.0, self.tp)
+            for numbers in (1, 2):
+                self.tape.op(
+                    f"loss.sum{numbers}",
+                    OpKind.ALL_REDUCE,
+                    device=self.link,
+                    inputs=(loss.tensor,),
+                    net_bytes=self.outputs * (numbers * sent),
+                )
+        return loss
