@@ -75,6 +75,12 @@ class TensorTable:
         """The table of a block of some kind."""
         return self.kinds.get(kind, self.block)
 
+    @property
+    def mergers(self) -> tuple[str, ...]:
+        """Names of the modules of the family's own projector; empty: it has none."""
+        names = (name.split(".")[1] for name in (*self.merger, *self.tap_merger))  # after that of the chunk's module
+        return tuple(dict.fromkeys(names))
+
 
 def block_styles(norms: str, inputs: str, output: str, mlp_inputs: str, mlp_output: str) -> dict[str, Style]:
     """A block of a norm, attention, a norm and an MLP. Args: names of its modules, several divided by spaces."""

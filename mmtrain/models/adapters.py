@@ -98,9 +98,8 @@ class VisionAdapter(Adapter):
 
     def __init__(self, table: TensorTable) -> None:
         super().__init__(table)
-        merger_names = (_inside(name).partition(".")[0] for name in (*table.merger, *table.tap_merger))
-        self.mergers = list(dict.fromkeys(merger_names))
-        """Names of the modules of its own merger; empty: it has none."""
+        self.mergers = table.mergers
+        """See `TensorTable`."""
 
     def keep(
         self, module: PreTrainedModel, *, embed: bool, blocks: list[int], norm: bool, merger: bool = False

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from torch import nn
 
 from mmtrain.config.model import LoRAConfig, Trainable, projector_name
+from mmtrain.families.catalogue import TABLES
 from mmtrain.spec.linears import Linear
 
-_MERGERS = ("merger.", "deepstack_merger_list.")
+_MERGERS = tuple({f"{name}." for table in TABLES.values() for name in table.mergers})
 _ADAPTER = "default"
 _BASE = ".base_layer"
 

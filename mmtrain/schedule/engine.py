@@ -16,12 +16,13 @@ their own around `Engine.start`. Two kernels repeat the rule, as numba compiles 
 """
 
 import heapq
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
 from mmtrain.schedule.items import Items
 
 
-class Policy:
+class Policy(ABC):
     """What the ranks start; `Engine.run` calls it."""
 
     seconds: Sequence[float | None]
@@ -32,9 +33,11 @@ class Policy:
     """Whether an action without duration ends before the next rank decides; else what ranks start at one time is
     visible to others afterwards."""
 
+    @abstractmethod
     def arrive(self, item: int) -> None:
         """All that an item needs has arrived on its rank."""
 
+    @abstractmethod
     def end(self, item: int) -> None:
         """An action ends; its rank is idle."""
 
@@ -42,16 +45,17 @@ class Policy:
         """The ranks in the order in which they decide."""
         return idle
 
+    @abstractmethod
     def choose(self, rank: int, now: float) -> int | None:
         """The item that an idle rank starts now; None: it waits."""
-        raise NotImplementedError
 
+    @abstractmethod
     def start(self, item: int, now: float, end: float) -> None:
         """An action starts."""
 
+    @abstractmethod
     def force(self, now: float) -> int | None:
         """The item that starts now although nothing goes on by the rules; None: nothing remains, or nothing can."""
-        return None
 
 
 class Engine:

@@ -77,6 +77,9 @@ class _Turns(Policy):
         """The ranks that would go forward now but cannot; they decide after the others, for whose results they may
         wait."""
 
+    def arrive(self, item: int) -> None:
+        """The table has the queues; `_head` asks the engine what has arrived."""
+
     def turns(self, idle: list[int], now: float) -> list[int]:
         self._late = {rank for rank in idle if self._last[rank] == B and self._head(F, rank, now) is None}
         return sorted(idle, key=lambda rank: (rank in self._late, rank))

@@ -2,12 +2,14 @@
 
 import dataclasses
 import math
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
 from torch import nn
 
 from mmtrain.config import config
+from mmtrain.config.model import DiTConfig, LanguageConfig
 from mmtrain.errors import ConfigError
 from mmtrain.modality.bitfield import language_bits
 from mmtrain.modality.metadata import DocumentMeta, IterationMeta, MicrobatchMeta
@@ -88,3 +90,8 @@ def test_another_loss_is_one_entry(monkeypatch):
 def test_an_unknown_loss_is_refused(key):
     with pytest.raises(ConfigError, match=rf"{key}.*hinge.*(cross_entropy|squared_error)"):
         config.load("debug_t2v.toml", [f"--{key}=hinge"])
+
+
+def test_the_keys_name_the_losses_of_the_table():
+    named = {name for section in (LanguageConfig, DiTConfig) for name in get_args(get_type_hints(section)["loss"])}
+    assert named == set(LOSSES)
