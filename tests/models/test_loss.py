@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mmtrain.config import config
-from mmtrain.config.model import DiTConfig, LanguageConfig
+from mmtrain.config.model import DitConfig, LanguageConfig
 from mmtrain.errors import ConfigError
 from mmtrain.modality.bitfield import language_bits
 from mmtrain.modality.metadata import DocumentMeta, IterationMeta, MicrobatchMeta
@@ -93,5 +93,5 @@ def test_an_unknown_loss_is_refused(key):
 
 
 def test_the_keys_name_the_losses_of_the_table():
-    named = {name for section in (LanguageConfig, DiTConfig) for name in get_args(get_type_hints(section)["loss"])}
+    named = {name for section in (LanguageConfig, DitConfig) for name in get_args(get_type_hints(section)["loss"])}
     assert named == set(LOSSES)
