@@ -88,7 +88,7 @@ def _sounds_text(values: Values, _: str) -> str:
 
 
 def _memory_text(values: Values, _: str) -> str:
-    """Predicted and measured memory beside the limit."""
+    """Predicted and measured memory next to the limit."""
     known = math.isfinite(values["memory_measured_gib"])
     measured = f"{values['memory_measured_gib']:.2f}" if known else "-"
     limit = values["memory_limit_gib"]
