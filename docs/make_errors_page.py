@@ -193,8 +193,8 @@ GROUPS = (
         (
             "costs/profile/profile.py",
             "planner/assignment/sample_costs.py",
-            "simulator/stable_batch.py",
-            "simulator/allocate.py",
+            "simulator/allocation/stable_batch.py",
+            "simulator/allocation/allocate.py",
             "commands/allocate.py",
             "costs/machine.py",
             "costs/operator_costs.py",

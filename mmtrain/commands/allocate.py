@@ -59,8 +59,9 @@ def _allocate(args: argparse.Namespace) -> int:
     from mmtrain.commands.sample_files import drawn_costs
     from mmtrain.errors import ConfigError, for_terminal
     from mmtrain.planner.assignment.sample_costs import SampleCosts
-    from mmtrain.simulator.allocate import GIB, HEADER, allocate, described
-    from mmtrain.simulator.stable_batch import check_probabilities
+    from mmtrain.simulator.allocation.allocate import HEADER, allocate, described
+    from mmtrain.simulator.allocation.judge import GIB
+    from mmtrain.simulator.allocation.stable_batch import check_probabilities
 
     for name in ("gpus", "finalists", "iterations", "evaluations"):
         if getattr(args, name) < 1:
@@ -98,8 +99,8 @@ def _allocate(args: argparse.Namespace) -> int:
     for one in answer.ranked:
         print(f"  {described(job, one)}")
     if answer.stability is not None and answer.stable_for is not None:
-        of = answer.stable_for
-        print(f"\npipeline ranks by module for dp {of.dp}, tp {of.tp}, cp {of.cp}, pp {of.num_ranks}:")
+        of = answer.stable_for.degrees
+        print(f"\npipeline ranks by module for dp {of.dp}, tp {of.tp}, cp {of.cp}, pp {of.pp}:")
         for trial in answer.stability.trials:
             shown = ", ".join(f"{':'.join(map(str, one))} ({count})" for one, count in trial.allocations[:6])
             verdict = "all agree" if trial.passed else "not stable"
@@ -107,9 +108,9 @@ def _allocate(args: argparse.Namespace) -> int:
         print(answer.stability.message)
         if answer.stability.num_samples > answer.samples_per_step:
             print(f"a step has {answer.samples_per_step:.0f} samples, fewer than b_min: its own ratio will vary")
-    peak = answer.ranked[0].peak_bytes
-    print(f"\n# {answer.ranked[0].seconds:.3f} s an iteration, at most {peak / GIB:.1f} GiB a rank, simulated")
-    print(answer.best.toml(job), end="")
+    best = answer.ranked[0].judged
+    print(f"\n# {best.mean_s:.3f} s an iteration, at most {best.peak_bytes / GIB:.1f} GiB a rank, simulated")
+    print(answer.toml, end="")
     if answer.best.ranks and answer.stability is not None and answer.stability.num_samples:
         print(f"\n[assignment]\nstable_samples = {answer.stability.num_samples}")
     return 0

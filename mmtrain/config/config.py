@@ -9,10 +9,13 @@ here, and those of the planner with its section.
 """
 
 import difflib
+import functools
 import os
 import typing
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from mmtrain.config.assignment import AssignmentConfig
 from mmtrain.config.data import DataConfig, DiffusionConfig, TokenizerConfig
@@ -78,6 +81,33 @@ class Config:
             return frozenset()
         divided = section.context_parallel_degree > 1 and section.encoder_context_parallel == "images"
         return frozenset({"language"} if divided or self.data_encoder else {"language", *self.model.encoders})
+
+
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """The checked configuration with other values of some keys. Args: values: dotted key -> value, of the right type.
+
+    Raises: ConfigError: they do not fit together.
+    """
+    changed: Config = _with_values(config, {tuple(key.split(".")): value for key, value in values.items()})
+    check(changed)
+    return changed
+
+
+def value_of(config: Config, key: str) -> Any:
+    """The value of a dotted key."""
+    return functools.reduce(_entry, key.split("."), config)
+
+
+def _entry(section: Any, name: str) -> Any:
+    return section[name] if isinstance(section, dict) else getattr(section, name)
+
+
+def _with_values(section: Any, values: Mapping[tuple[str, ...], Any]) -> Any:
+    changed = {path[0]: value for path, value in values.items() if len(path) == 1}
+    for name in dict.fromkeys(path[0] for path in values if len(path) > 1):
+        inner = {path[1:]: value for path, value in values.items() if path[0] == name}
+        changed[name] = _with_values(_entry(section, name), inner)
+    return {**section, **changed} if isinstance(section, dict) else replace(section, **changed)
 
 
 def uses_fsdp(shape: MeshShape, training: TrainingConfig, *, data_encoder: bool = False) -> bool:

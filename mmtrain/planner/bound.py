@@ -25,12 +25,14 @@ def lower_bound_s(problem: PlanningProblem, *, split: bool = True) -> float:
     order: list[Result] = [(Kind.F, *node) for node in nodes]
     order += [(Kind.B, *node) for node in reversed(nodes) if graph.has_backward(*node)]
     dependencies = {result: graph.needs(*result) for result in order}
+    index, position = problem.cost_index, graph.position
+    backward = Kind.I if split else Kind.B
+    shortest = {Kind.F: _shortest(problem, Kind.F), Kind.B: _shortest(problem, backward)}
+    weights = [min(option.backward_weight_s for option in options) for options in problem.costs]
     seconds: dict[Result, float] = {}
     busy: dict[Result, float] = {}  # less than its seconds where exchanges may be hidden
     for kind, stage, work in order:
-        timed_kind = kind if kind is Kind.F else Kind.I if split else Kind.B
-        seconds[kind, stage, work] = min(o.duration_s(timed_kind) for o in problem.options(stage, work))
-        busy[kind, stage, work] = min(o.busy_s(timed_kind) for o in problem.options(stage, work))
+        seconds[kind, stage, work], busy[kind, stage, work] = shortest[kind][index[work][position[stage]]]
 
     def arrival(edge: Edge | None) -> float:
         return problem.transfer_s(edge) if edge else 0.0
@@ -50,10 +52,17 @@ def lower_bound_s(problem: PlanningProblem, *, split: bool = True) -> float:
         if busy[result] < seconds[result]:  # the rank may do something else meanwhile, but its result takes that long
             rank_jobs.append((head[result] + seconds[result], 0.0, tail[result]))
         if split and kind is Kind.B:
-            weight = min(o.backward_weight_s for o in problem.options(stage, work))
             # In a whole B, weight gradients run while exchanges of the I do.
-            rank_jobs.append((head[result] + busy[result], weight, 0.0))
+            rank_jobs.append((head[result] + busy[result], weights[index[work][position[stage]]], 0.0))
     return max(map(one_machine_s, jobs), default=0.0)
+
+
+def _shortest(problem: PlanningProblem, kind: Kind) -> list[tuple[float, float]]:
+    """[list of options] -> the least seconds of an action of a kind, and the least in which its rank is busy."""
+    return [
+        (min(option.duration_s(kind) for option in options), min(option.busy_s(kind) for option in options))
+        for options in problem.costs
+    ]
 
 
 def one_machine_s(jobs: Iterable[tuple[float, float, float]]) -> float:

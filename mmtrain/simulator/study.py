@@ -11,7 +11,6 @@ from mmtrain.config.config import Config, check
 from mmtrain.costs.machine import Machine
 from mmtrain.errors import ConfigError, PlanError
 from mmtrain.modality.metadata import IterationMeta
-from mmtrain.modality.typical import Bins
 from mmtrain.planner.assignment.step_assigner import StepAssigner
 from mmtrain.planner.memory.limit import MemoryBudget, MemoryRule
 from mmtrain.planner.search_settings import PLANNED
@@ -19,9 +18,9 @@ from mmtrain.schedule.library.names import check_name
 from mmtrain.schedule.recipe.files import schedule_of
 from mmtrain.schedule.timeline import Timeline
 from mmtrain.simulator.breakdown import Breakdown
+from mmtrain.simulator.steps import divided, drawn_steps
 from mmtrain.simulator.typical_iterations import usual_workload
 from mmtrain.simulator.whole_iteration import IterationSimulator, SimulatedIteration
-from mmtrain.simulator.workloads import draw
 
 PLANNED_LIMIT = "90%"
 """Fraction of a device's memory that a simulated search may use, if the hardware is known and the job has no limit."""
@@ -41,7 +40,7 @@ class Question:
     """Name of a workload; empty: see `usual_workload`."""
     num_iterations: int = 40
     num_replicas: int = 2
-    """Largest number of data-parallel replicas to simulate; each reads its own batches."""
+    """Largest number of data-parallel replicas to simulate; each reads its own part of a step."""
     seed: int = 0
     """Seed of the workload."""
     image_side: int | None = None
@@ -151,18 +150,19 @@ def simulate_job(question: Question, progress: Callable[[str, int], None] = lamb
     if _limit_is_unknown(config):
         config = replace(config, planner=replace(config.planner, memory_limit=""))
     machine = Machine.of(config)
-    bins = Bins.of(config, question.image_side or 0)
-    batches = [
-        [
-            draw(question.drawn_workload, bins, seed=question.seed, iteration=iteration, replica=replica)
-            for replica in range(question.simulated_replicas)
-        ]
-        for iteration in range(question.num_iterations)
-    ]
+    steps = drawn_steps(
+        config,
+        question.drawn_workload,
+        question.num_iterations,
+        seed=question.seed,
+        image_side=question.image_side or 0,
+    )
+    dp = config.parallelism.mesh_shape.dp
+    batches = [divided(step, dp)[: question.simulated_replicas] for step in steps]
     results = []
     for schedule in question.schedules:
-        job, notes = with_schedule(config, schedule, question.evaluations)
-        results.append(_answer(question, job, schedule, machine, batches, notes, progress))
+        job = ScheduledJob.of(config, schedule, question.evaluations, machine)
+        results.append(_answer(question, job, schedule, batches, progress))
     images = tuple(_mean_images(step) for step in batches)
     return Report(question=question, machine=machine, answers=tuple(results), images=images)
 
@@ -220,34 +220,65 @@ def _with_search(config: Config, evaluations: int) -> tuple[Config, tuple[str, .
     return job, tuple(notes)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScheduledJob:
+    """A job under one schedule, ready to be simulated."""
+
+    config: Config
+    simulator: IterationSimulator
+    assigner: StepAssigner | None
+    """Divides the samples of a step among replicas and microbatches; None: they stay where they are."""
+    notes: tuple[str, ...] = ()
+    """On settings that were changed for the schedule."""
+
+    @classmethod
+    def of(
+        cls, config: Config, schedule: str, evaluations: int, machine: Machine, *, tells_apart: bool = True
+    ) -> "ScheduledJob":
+        """The job under a schedule. Arguments: see `with_schedule` and `IterationSimulator`.
+
+        Raises: ConfigError: the job does not fit the schedule, or cannot be built, cut or divided.
+        """
+        job, notes = with_schedule(config, schedule, evaluations)
+        searches = schedule == PLANNED
+        simulator = IterationSimulator.of(
+            job, machine.network, searches=searches, peak_flops=machine.peak_flops, tells_apart=tells_apart
+        )
+        as_simulated = replace(job, planner=replace(job.planner, enable=searches))
+        assigner = StepAssigner.of(as_simulated, simulator.job) if job.assignment.policy != "none" else None
+        return cls(config=job, simulator=simulator, assigner=assigner, notes=notes)
+
+    def simulate(self, metas: Sequence[IterationMeta], *, seed: int, step: int) -> tuple[SimulatedIteration, Timeline]:
+        """One iteration. Arguments and errors: see `IterationSimulator.simulate`."""
+        given = metas if self.assigner is None else self.assigner.reassigned(metas)
+        return self.simulator.simulate(given, seed=seed, step=step)
+
+    @property
+    def budget(self) -> MemoryBudget:
+        """The memory of its ranks."""
+        return MemoryRule.of(self.config).budget(self.simulator.job.spec, self.simulator.job.partition)
+
+
 def _answer(
     question: Question,
-    job: Config,
+    job: ScheduledJob,
     schedule: str,
-    machine: Machine,
     batches: Sequence[Sequence[IterationMeta]],
-    notes: tuple[str, ...],
     progress: Callable[[str, int], None],
 ) -> Answer:
-    searches = schedule == PLANNED
-    simulator = IterationSimulator.of(job, machine.network, searches=searches, peak_flops=machine.peak_flops)
-    budget = MemoryRule.of(job).budget(simulator.job.spec, simulator.job.partition)
-    limited = budget if budget.limited else None
+    limited = job.budget if job.budget.limited else None
     steps: list[SimulatedIteration] = []
     first: Timeline | None = None
-    as_simulated = replace(job, planner=replace(job.planner, enable=searches))
-    assigner = StepAssigner.of(as_simulated, simulator.job) if job.assignment.policy != "none" else None
     for metas in batches:
-        metas = metas if assigner is None else assigner.reassigned(metas)
         try:
-            step, timeline = simulator.simulate(metas, seed=question.seed, step=len(steps))
+            step, timeline = job.simulate(metas, seed=question.seed, step=len(steps))
         except PlanError as error:
             fault = f"iteration {len(steps)}: {error}"
-            return Answer(schedule=schedule, problem=fault, budget=limited, notes=notes)
+            return Answer(schedule=schedule, problem=fault, budget=limited, notes=job.notes)
         first = first or timeline
         steps.append(step)
         progress(schedule, len(steps))
-    return Answer(schedule=schedule, iterations=tuple(steps), first=first, budget=limited, notes=notes)
+    return Answer(schedule=schedule, iterations=tuple(steps), first=first, budget=limited, notes=job.notes)
 
 
 def _notes(question: Question, machine: Machine) -> list[str]:

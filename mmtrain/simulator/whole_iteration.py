@@ -92,10 +92,19 @@ class IterationSimulator:
     """Whether plans are searched as configured in `[planner]`; otherwise they have the order of the job's schedule."""
     peak_flops: float | None = None
     """FLOP/s of one device that MFU is measured against; None: unknown."""
+    tells_apart: bool = True
+    """Whether breakdowns tell recomputation, exchanges and transfers apart, for which each replica's problem is made
+    twice more; else they are joined with what they are part of."""
 
     @classmethod
     def of(
-        cls, config: Config, network: Network, *, searches: bool = False, peak_flops: float | None = None
+        cls,
+        config: Config,
+        network: Network,
+        *,
+        searches: bool = False,
+        peak_flops: float | None = None,
+        tells_apart: bool = True,
     ) -> "IterationSimulator":
         """The simulator of a job. Raises: ConfigError: a model that cannot be built, cut or divided."""
         replicated, sharding = config.planner.placement == "replicated", Sharding.of(config)
@@ -112,6 +121,7 @@ class IterationSimulator:
             reduce_s=tuple(sum(sharding.reduce_s(network, s, rank) for s in states[rank].stages) for rank in ranks),
             searches=searches,
             peak_flops=peak_flops,
+            tells_apart=tells_apart,
         )
 
     def simulate(
@@ -147,7 +157,9 @@ class IterationSimulator:
         optimizer = max(job.costs.step_s(round(state.updated_params)) for state in self.states)
         iteration_s, ranks = gather + reduced + optimizer, len(self.states)
         seconds = {key: sum(of_replica[key] for of_replica in parts) / len(parts) for key in parts[0]}
-        seconds[Part.BUBBLE,] = ranks * slowest.makespan_s - sum(seconds.values())
+        seconds[(Part.BUBBLE,) if self.tells_apart else (Part.BUBBLE, Part.TRANSFERS)] = (
+            ranks * slowest.makespan_s - sum(seconds.values())
+        )
         seconds[Part.REDUCTIONS,] = ranks * (gather + reduced - slowest.makespan_s)
         seconds[Part.OPTIMIZER,] = ranks * optimizer
         iteration = SimulatedIteration(
@@ -173,6 +185,8 @@ class IterationSimulator:
         self, meta: IterationMeta, problem: PlanningProblem, plan: Plan, timeline: Timeline, flops: float
     ) -> dict[Parts, float]:
         """Rank-seconds of one replica's actions, and of waiting for its messages. Args: flops: of the replica."""
+        if not self.tells_apart:
+            return computing(sum(timeline.busy_s), {})
         kept_s = self._compute_s(meta, self.job.costs)
         free = self._costs_without_exchanges
         free_s = None if free is None else self._compute_s(meta, free)

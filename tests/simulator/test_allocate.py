@@ -11,9 +11,10 @@ from mmtrain.commands.sample_files import drawn_costs
 from mmtrain.config import config
 from mmtrain.costs.machine import Machine
 from mmtrain.errors import ConfigError
-from mmtrain.modality.metadata import IterationMeta
-from mmtrain.simulator.allocate import _packed, allocate, described
+from mmtrain.simulator.allocation.allocate import allocate, described
+from mmtrain.simulator.allocation.degrees import Degrees
 from mmtrain.simulator.job import make_job
+from mmtrain.simulator.steps import divided, packed_step
 from mmtrain.simulator.whole_iteration import IterationSimulator
 
 ON_A40 = ["planner.hardware=a40", "training.global_batch_size=8"]
@@ -36,58 +37,59 @@ def answer(job, costs):
 
 def test_all_gpus_are_used_and_the_fastest_comes_first(job, answer):
     for one in answer.ranked:
-        candidate = one.candidate
-        assert candidate.dp * candidate.cp * candidate.tp * candidate.num_ranks == 8
-        assert not candidate.ranks or sum(candidate.ranks) == candidate.num_ranks
-        assert job.training.global_batch_size % candidate.dp == 0
-    seconds = [one.seconds for one in answer.ranked]
+        degrees, ranks = one.estimate.degrees, one.estimate.ranks
+        assert math.prod(degrees) == 8
+        assert not ranks or sum(ranks) == degrees.pp
+        assert job.training.global_batch_size % degrees.dp == 0
+    seconds = [one.judged.mean_s for one in answer.ranked]
     assert seconds == sorted(seconds) and sum(s < math.inf for s in seconds) == 4
-    assert {bool(one.candidate.ranks) for one in answer.ranked} == {True, False}
+    assert {bool(one.estimate.ranks) for one in answer.ranked} == {True, False}
     assert answer.num_candidates > len(answer.ranked)
 
 
 def test_a_step_waits_for_the_slowest_of_all_replicas(job, costs):
     """With one microbatch a replica and no pipeline, no step is shorter than its slowest microbatch alone."""
-    spread = [one for one in allocate(job, costs, 8, finalists=12).ranked if one.candidate.dp == 8]
-    (whole,) = [one for one in spread if one.candidate.num_ranks == one.candidate.cp == one.candidate.tp == 1]
-    alone = whole.candidate.job(job)
+    ranked = allocate(job, costs, 8, finalists=12).ranked
+    (whole,) = [one for one in ranked if one.estimate.degrees == Degrees(pp=1, dp=8, tp=1, cp=1)]
+    alone = whole.estimate.candidate.job(job)
     machine = Machine.of(alone)
     simulator = IterationSimulator.of(alone, machine.network)
-    step = _packed(job, costs, (0, 0))
+    step = packed_step(job, costs, (0, 0))
     assert len(step) == job.training.global_batch_size == 8
-    metas = [IterationMeta(microbatches=(one,)) for one in step]
+    metas = divided(step, 8)
     each = [simulator.simulate([meta])[0].iteration_s for meta in metas]
-    assert whole.seconds == pytest.approx(simulator.simulate(metas)[0].iteration_s)
-    assert whole.seconds >= max(each)
+    assert whole.judged.mean_s == pytest.approx(simulator.simulate(metas)[0].iteration_s)
+    assert whole.judged.mean_s >= max(each)
     assert simulator.simulate(metas[:2])[0].iteration_s < 0.99 * max(each), "two replicas are not all"
 
 
 def test_equation_4_2_with_the_best_cut_of_each_module(job, costs, answer):
     """Of two modules with a rank each, all stages are known: the sum of both, and K - 1 times the longer one."""
-    pair = next(one for one in allocate(job, costs, 2, finalists=6).ranked if one.candidate.ranks == (1, 1))
-    whole = next(one for one in allocate(job, costs, 2, finalists=6).ranked if one.candidate.num_ranks == 1)
-    count, total = job.training.global_batch_size, whole.candidate.estimate_s / (job.training.global_batch_size // 2)
-    assert total < pair.candidate.estimate_s < count * total
-    assert pair.candidate.estimate_s >= total + (count - 1) * total / 2
+    ranked = [one.estimate for one in allocate(job, costs, 2, finalists=6).ranked]
+    pair = next(one for one in ranked if one.ranks == (1, 1))
+    whole = next(one for one in ranked if one.degrees.pp == 1)
+    count, total = job.training.global_batch_size, whole.seconds / (job.training.global_batch_size // 2)
+    assert total < pair.seconds < count * total
+    assert pair.seconds >= total + (count - 1) * total / 2
 
 
 def test_what_it_prints_can_be_planned(job, answer, tmp_path):
     for one in answer.ranked:
-        text = one.candidate.toml(job)
+        text = one.estimate.candidate.toml(job)
         tomllib.loads(text)
         path = tmp_path / "job.toml"
         path.write_text(f'extends = "{config.find_file("debug_vlm.toml").resolve()}"\n{text}')
         loaded = config.load(path, ON_A40)
         assert loaded.parallelism.mesh_shape.world_size == 8
-        if one.seconds < math.inf:
+        if one.judged.seconds:
             made = make_job(loaded)
-            for name, ranks in zip(job.model.cut_modules, one.candidate.ranks, strict=False):
+            for name, ranks in zip(job.model.cut_modules, one.estimate.ranks, strict=False):
                 assert len({stage.pp_rank for stage in made.partition.of_module(name)}) == ranks
 
 
 def test_the_number_of_samples_goes_with_the_ranks(job, costs, answer):
     assert answer.stable_for is not None and answer.stability is not None
-    assert sum(answer.stability.whole) == answer.stable_for.num_ranks
+    assert sum(answer.stability.whole) == answer.stable_for.degrees.pp
     assert answer.stability.message.startswith(("b_min = ", "no stable batch"))
     again = allocate(job, replace(costs, is_whole=True), 8, finalists=4, largest=4096)
     assert "all 256 samples of the source" in again.stability.message
@@ -113,7 +115,7 @@ def test_ranks_and_samples_of_the_job_as_it_is_exclude_no_degrees(job, costs):
     other = config.load("debug_vlm.toml", [*ON_A40, *placed, *few])
     found, plain = (allocate(of, costs, 16, finalists=1) for of in (other, job))
     assert found.num_candidates == plain.num_candidates
-    assert found.best.job(other).parallelism == plain.best.job(job).parallelism
+    assert found.best.degrees == plain.best.degrees
 
 
 def test_that_none_runs_says_what_to_change(capsys):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mmtrain.errors import ConfigError
-from mmtrain.simulator.stable_batch import check_probabilities, num_trials, proportional, stable_batch
+from mmtrain.simulator.allocation.stable_batch import check_probabilities, num_trials, proportional, stable_batch
 
 
 def population(seed, count=300, ratio=1.3, sigma=1.0):

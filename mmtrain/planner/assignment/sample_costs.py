@@ -82,11 +82,20 @@ class SamplePricer:
 
         Raises: DataError: a module cannot process an image or clip.
         """
-        alone, sizes = MicrobatchMeta.of([sample]), {}
+        return self._sizes(MicrobatchMeta.of([sample]))
+
+    def _sizes(self, microbatch: MicrobatchMeta) -> dict[str, WorkSize]:
+        sizes = {}
         for name, kind in modalities(self.spec, self.submesh.attention_mask).items():
-            if units := kind.units(alone):
+            if units := kind.units(microbatch):
                 sizes[name] = kind.size(self.spec.module(name), units)
         return sizes
+
+    def microbatch_s(self, microbatch: MicrobatchMeta) -> float:
+        """Seconds of all modules, forward and backward. Errors: see `sizes`."""
+        sizes = self._sizes(microbatch)
+        fed = len(sizes) > 1
+        return sum(sum(self.seconds(name, size, fed=fed)) for name, size in sizes.items())
 
     def ns(self, sample: DocumentMeta | ClipMeta) -> dict[str, PassesNs]:
         """Module -> nanoseconds; at least 1 forward and, where it has one, 1 backward. Errors: see `sizes`."""

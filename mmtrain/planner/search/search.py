@@ -152,9 +152,10 @@ def _search_twice(problem: PlanningProblem, options: SearchOptions, cancelled: C
         plan = Plan(problem.graph, first.plan.orders, {node: option for node, option in back.items() if option})
         check(plan, problem)
         first = replace(first, problem=problem, plan_or_none=plan)
-        if options.noise == EXACT and first.makespan_s <= lower_bound_s(problem) * (1 + 1e-9):
-            return first
-    second = _search(problem, share, cancelled)
+    bound_s = lower_bound_s(problem)
+    if first.has_plan and options.noise == EXACT and first.makespan_s <= bound_s * (1 + 1e-9):
+        return first
+    second = _search(problem, share, cancelled, bound_s)
     best = min((first, second), key=lambda result: result.cost_s)
     best = best if best.has_plan else second
     evaluations = first.evaluations + second.evaluations
@@ -208,12 +209,15 @@ def _check_budget(options: SearchOptions) -> None:
         raise PlanError("the search has no budget and would never end; give it evaluations or seconds")
 
 
-def _search(problem: PlanningProblem, options: SearchOptions, cancelled: Callable[[], bool]) -> PlanResult:
+def _search(
+    problem: PlanningProblem, options: SearchOptions, cancelled: Callable[[], bool], bound_s: float | None = None
+) -> PlanResult:
+    """The best plan of one search. Args: bound_s: of all plans; None: computed."""
     try:
         only = None if options.memory else choose_options(problem, components(problem.graph))
     except PlanError as error:
         return PlanResult(problem=problem, status="infeasible", message=str(error), seed=options.seed)
-    run = SearchRun(problem, options, only, cancelled)
+    run = SearchRun(problem, options, only, cancelled, bound_s)
     why = run.run()
     plan = run.plan()
     if plan is None:

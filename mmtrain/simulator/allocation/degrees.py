@@ -1,0 +1,192 @@
+"""Degrees of parallelism on a number of GPUs, and the candidates that they make with their estimated seconds. Pure."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mmtrain.config.assignment import AssignmentConfig
+from mmtrain.config.config import Config
+from mmtrain.config.model import section_of
+from mmtrain.costs.operators.cluster import Cluster
+from mmtrain.errors import ConfigError
+from mmtrain.modality.split import split_evenly
+from mmtrain.planner.assignment.sample_costs import SampleCosts, SamplePricer, times
+from mmtrain.simulator.allocation.candidate import Candidate
+from mmtrain.simulator.allocation.stable_batch import proportional
+from mmtrain.simulator.job import check_degrees
+from mmtrain.spec.work_size import ZERO_WORK, WorkSize
+
+
+class Degrees(NamedTuple):
+    """Degrees of parallelism; their product is the number of ranks."""
+
+    pp: int
+    dp: int
+    """FSDP2's shards."""
+    tp: int
+    cp: int
+    replicate: int = 1
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Key of the config -> degree."""
+        return {
+            "parallelism.data_parallel_replicate_degree": self.replicate,
+            "parallelism.data_parallel_shard_degree": self.dp,
+            "parallelism.context_parallel_degree": self.cp,
+            "parallelism.tensor_parallel_degree": self.tp,
+            "parallelism.pipeline_parallel_degree": self.pp,
+        }
+
+    @classmethod
+    def of(cls, config: Config) -> "Degrees":
+        """Those of a job."""
+        section = config.parallelism
+        return cls(
+            pp=section.pipeline_parallel_degree,
+            dp=section.data_parallel_shard_degree,
+            tp=section.tensor_parallel_degree,
+            cp=section.context_parallel_degree,
+            replicate=section.data_parallel_replicate_degree,
+        )
+
+    @classmethod
+    def all(cls, config: Config, num_gpus: int, *, replicate: bool = False) -> Iterator["Degrees"]:
+        """All products that make a number of GPUs, with the ranks of tp inside of a node, the least tp and cp first.
+
+        Args: replicate: also several replicas of shards.
+        """
+        per_node = gpus_of_node(config, num_gpus)
+        for tp in (tp for tp in divisors(num_gpus) if tp <= per_node):
+            for cp in divisors(num_gpus // tp):
+                for pp in divisors(num_gpus // (tp * cp)):
+                    rest = num_gpus // (tp * cp * pp)
+                    for replicas in divisors(rest) if replicate else [1]:
+                        yield cls(pp=pp, dp=rest // replicas, tp=tp, cp=cp, replicate=replicas)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Degrees of parallelism, and the pipeline ranks of each module."""
+
+    degrees: Degrees
+    ranks: tuple[int, ...]
+    """[module], of those that are cut; they add up to the degree of the pipeline. Empty: all ranks hold a part of each
+    module."""
+    candidate: Candidate
+    """The settings of both."""
+    seconds: float
+    """Of an iteration by equation 4.2."""
+
+    @property
+    def key(self) -> tuple[float, int, int, int, tuple[int, ...]]:
+        """Sort key: the estimate, then the least tp, cp and dp."""
+        return self.seconds, self.degrees.tp, self.degrees.cp, self.degrees.dp, self.ranks
+
+
+def gpus_of_node(config: Config, num_gpus: int) -> int:
+    """GPUs of one node of the job's hardware; without hardware, all. Raises: ConfigError: it does not exist."""
+    hardware = config.planner.hardware
+    return Cluster.of(hardware, num_gpus).hardware.gpus_per_node if hardware else num_gpus
+
+
+def estimates(config: Config, costs: SampleCosts, num_gpus: int) -> list[Estimate]:
+    """All degrees that fit, with their placements, the shortest estimate first."""
+    made: list[Estimate] = []
+    priced: dict[tuple[int, int], Mapping[str, Sequence[float]] | None] = {}
+    for degrees in Degrees.all(config, num_gpus):
+        key = degrees.tp, degrees.cp
+        if key not in priced:
+            priced[key] = _priced(config, costs, degrees)
+        if (layers := priced[key]) is not None and config.training.global_batch_size % degrees.dp == 0:
+            made += _placements(config, layers, degrees)
+    return sorted(made, key=lambda one: one.key)
+
+
+def divisors(number: int) -> list[int]:
+    """All numbers that divide a number, the least first."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _priced(config: Config, costs: SampleCosts, degrees: Degrees) -> Mapping[str, Sequence[float]] | None:
+    """Module -> [layer] -> seconds of forward and backward of a mean microbatch; None: tp or cp do not fit."""
+    alone = degrees._replace(pp=1, dp=degrees.pp * degrees.dp)
+    job = replace(
+        config,
+        training=replace(config.training, global_batch_size=alone.dp * degrees.tp * degrees.cp),
+        assignment=AssignmentConfig(),
+    )
+    values = alone.values | {"planner.placement": "spread"}
+    values |= {f"{section_of(name)}.ranks": 0 for name in config.model.cut_modules}
+    try:
+        job = Candidate().having(values).job(job)
+        check_degrees(job)
+        pricer = SamplePricer.of(job)
+    except ConfigError:
+        return None
+    totals: dict[str, WorkSize] = {}
+    for sample in costs.samples:
+        for name, size in pricer.sizes(sample.meta).items():
+            totals[name] = totals.get(name, ZERO_WORK) + size
+    factor = per_microbatch(costs) / len(costs.samples)
+    return {
+        name: [
+            forward_s + backward_s
+            for forward_s, backward_s in pricer.layer_seconds(name, times(size, factor), fed=len(totals) > 1)
+        ]
+        for name, size in totals.items()
+    }
+
+
+def per_microbatch(costs: SampleCosts) -> float:
+    """Mean number of samples of a full microbatch."""
+    means = np.mean([sample.size for sample in costs.samples], axis=0)
+    return float(min(most / mean for most, mean in zip(costs.limits, means, strict=True)))
+
+
+def _placements(config: Config, priced: Mapping[str, Sequence[float]], degrees: Degrees) -> list[Estimate]:
+    """All modules on all ranks; and each on ranks of its own: in proportion to its work, or with one rank moved."""
+    num_ranks = degrees.pp
+    total, count = sum(map(sum, priced.values())), config.training.global_batch_size // degrees.dp
+    names = [name for name in config.model.cut_modules if name in priced]
+    most = [len(priced[name]) for name in names]
+
+    def estimate(ranks: tuple[int, ...], slowest_s: float) -> Estimate:
+        candidate = Candidate().having(degrees.values | _placed(config, ranks))
+        return Estimate(degrees=degrees, ranks=ranks, candidate=candidate, seconds=total + (count - 1) * slowest_s)
+
+    made = [estimate((), total / num_ranks)] if all(num_ranks <= layers for layers in most) else []
+    if len(names) < 2 or len(names) != len(config.model.cut_modules) or not len(names) <= num_ranks <= sum(most):
+        return made
+    work = np.array([[sum(priced[name]) for name in names]])
+    first = proportional(work, num_ranks, most)[0].tolist()
+    options = {tuple(first)}
+    for source in range(len(names)):
+        for target in range(len(names)):
+            moved = list(first)
+            moved[source] -= 1
+            moved[target] += 1
+            if all(1 <= n <= layers for n, layers in zip(moved, most, strict=True)):
+                options.add(tuple(moved))
+    for ranks in sorted(options):
+        made.append(estimate(ranks, max(_slowest_s(priced[name], n) for name, n in zip(names, ranks, strict=True))))
+    return made
+
+
+def _placed(config: Config, ranks: tuple[int, ...]) -> dict[str, Any]:
+    """The settings of a placement. Args: ranks: [module]; empty: all modules on all ranks."""
+    sections = {name: section_of(name) for name in config.model.cut_modules}
+    if not ranks:
+        given = {f"{sections[name]}.ranks": 0 for name, module in config.model.cut_modules.items() if module.ranks}
+        return {"planner.placement": "spread", **given}
+    values: dict[str, Any] = {"planner.placement": "parallel", "planner.partition": "search"}
+    for section, count in zip(sections.values(), ranks, strict=True):
+        values |= {f"{section}.num_segments": 1, f"{section}.ranks": count}
+    return values
+
+
+def _slowest_s(layers: Sequence[float], num_ranks: int) -> float:
+    """Equation 4.1: the slowest stage of the best cut."""
+    return max(sum(layers[low:high]) for low, high in split_evenly(layers, num_ranks))

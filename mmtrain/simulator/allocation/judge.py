@@ -1,0 +1,154 @@
+"""What candidates take: simulated seconds of whole iterations and the memory of the most loaded rank, for all of them on
+the same steps. Pure.
+
+A step waits for the slowest of all its replicas. Where not all are simulated, those with most work are, and what is left
+out of the heaviest is in proportion to its work.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from statistics import fmean
+from typing import Any
+
+from mmtrain.config.config import Config
+from mmtrain.costs.machine import Machine
+from mmtrain.errors import ConfigError, DataError, PlanError, one_line
+from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
+from mmtrain.planner.assignment.sample_costs import SamplePricer
+from mmtrain.planner.search_settings import PLANNED
+from mmtrain.simulator.allocation.candidate import Candidate
+from mmtrain.simulator.steps import Step, divided
+from mmtrain.simulator.study import ScheduledJob
+from mmtrain.simulator.whole_iteration import SimulatedIteration
+
+GIB = 2.0**30
+MOST_MICROBATCHES = 256
+"""Of a step, that are simulated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How closely candidates are looked at."""
+
+    evaluations: int
+    """Plans that a search tries for each iteration, if the job searches; 0: none."""
+    num_steps: int = 1
+    num_microbatches: int = MOST_MICROBATCHES
+    """Of a step, that are simulated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """A candidate with what was simulated, or the reason why it does not run."""
+
+    candidate: Candidate
+    seconds: tuple[float, ...] = ()
+    """[step] -> of the iteration; empty: it does not run."""
+    peak_bytes: float = 0.0
+    """Of the most loaded rank; 0: unknown."""
+    peak_rank: int = 0
+    """That pipeline rank."""
+    bubble: float = 0.0
+    """Idle fraction of the pipeline ranks, mean over the steps."""
+    mfu: float | None = None
+    """None: the peak rate of a device is unknown."""
+    problem: str = ""
+    """Why it does not run."""
+
+    @property
+    def mean_s(self) -> float:
+        """Mean seconds of an iteration; infinite: it does not run."""
+        return fmean(self.seconds) if self.seconds else math.inf
+
+
+@dataclass(kw_only=True)
+class Judge:
+    """Judges candidates of one job."""
+
+    config: Config
+    steps: Callable[[Config], Sequence[Step]]
+    """[step] of a job; the same ones for all jobs of equal microbatches."""
+    seed: int = 0
+    """Of searches."""
+    _jobs: dict[Candidate, tuple[ScheduledJob, Machine] | str] = field(default_factory=dict, repr=False)
+    """Candidate -> its job, or why it has none."""
+    _seconds: dict[MicrobatchMeta, float] = field(default_factory=dict, repr=False)
+    """Microbatch -> seconds of its work on the degrees of the config, by which replicas are compared."""
+
+    def judge(self, candidate: Candidate, effort: Effort) -> Judged:
+        """The candidate on the first steps; raises nothing: what does not run has a problem."""
+        made = self._job(candidate)
+        if isinstance(made, str):
+            return Judged(candidate=candidate, problem=made)
+        job, machine = made
+        searched = _with_effort(job, effort)
+        try:
+            parts = [self._step(searched, index, effort) for index in range(effort.num_steps)]
+        except (ConfigError, DataError, PlanError) as error:
+            return Judged(candidate=candidate, problem=one_line(error))
+        peaks = [max(step.peak_bytes[rank] for step, _ in parts) for rank in range(len(parts[0][0].peak_bytes))]
+        rank = max(range(len(peaks)), key=peaks.__getitem__)
+        of_memory: dict[str, Any] = {"candidate": candidate, "peak_bytes": peaks[rank], "peak_rank": rank}
+        if machine.memory_bytes is not None and peaks[rank] > machine.memory_bytes:
+            has = f"a device has {machine.memory_bytes / GIB:.1f} GiB"
+            return Judged(**of_memory, problem=f"out of memory: {has}; use more, or shorter sequences")
+        seconds = tuple(seconds for _, seconds in parts)
+        ranks, mfu = job.config.parallelism.mesh_shape, None
+        if machine.peak_flops is not None and effort.num_microbatches >= job.config.training.global_batch_size:
+            flops = fmean(step.flops for step, _ in parts)
+            mfu = flops / (fmean(seconds) * ranks.world_size / ranks.dp * machine.peak_flops)
+        return Judged(**of_memory, seconds=seconds, bubble=fmean(step.bubble for step, _ in parts), mfu=mfu)
+
+    def _job(self, candidate: Candidate) -> tuple[ScheduledJob, Machine] | str:
+        if candidate not in self._jobs:
+            try:
+                job = candidate.job(self.config)
+                machine = Machine.of(job)
+                schedule = PLANNED if job.planner.enable else job.parallelism.pipeline_parallel_schedule
+                evaluations = job.planner.budget_evaluations or 1
+                made = ScheduledJob.of(job, schedule, evaluations, machine, tells_apart=False)
+                self._jobs[candidate] = made, machine
+            except (ConfigError, PlanError) as error:
+                self._jobs[candidate] = one_line(error)
+        return self._jobs[candidate]
+
+    def _step(self, job: ScheduledJob, index: int, effort: Effort) -> tuple[SimulatedIteration, float]:
+        """A simulated iteration and the seconds of the whole one."""
+        dp = job.config.parallelism.mesh_shape.dp
+        step = self.steps(job.config)[index]
+        replicas = divided(step, dp)
+        if effort.num_microbatches >= len(step):
+            iteration, _ = job.simulate(replicas, seed=self.seed, step=index)
+            return iteration, iteration.iteration_s
+        count = len(step) // dp
+        shown = min(count, effort.num_microbatches)
+        work = [self._work(replica) for replica in replicas]
+        heaviest = sorted(range(dp), key=lambda replica: (-work[replica], replica))
+        chosen = heaviest[: max(1, effort.num_microbatches // count)]
+        metas = [IterationMeta(microbatches=replicas[replica].microbatches[:shown]) for replica in chosen]
+        iteration, _ = job.simulate(metas, seed=self.seed, step=index)
+        rest = work[heaviest[0]] / self._work(metas[0]) - 1
+        steady_s = iteration.pipeline_s * shown / (shown + job.config.parallelism.pipeline_parallel_degree - 1)
+        return iteration, iteration.iteration_s + rest * steady_s
+
+    def _work(self, replica: IterationMeta) -> float:
+        """Seconds of the work of all its microbatches, in any unit."""
+        for microbatch in replica.microbatches:
+            if microbatch not in self._seconds:
+                self._seconds[microbatch] = self._pricer.microbatch_s(microbatch)
+        return sum(self._seconds[microbatch] for microbatch in replica.microbatches)
+
+    @cached_property
+    def _pricer(self) -> SamplePricer:
+        return SamplePricer.of(self.config)
+
+
+def _with_effort(job: ScheduledJob, effort: Effort) -> ScheduledJob:
+    """The job whose searches try as many plans; its partition stays."""
+    section = job.simulator.job.section
+    changed = replace(section, budget_evaluations=effort.evaluations or 1)
+    if not effort.evaluations:
+        changed = replace(changed, strategy="first")
+    return replace(job, simulator=replace(job.simulator, job=replace(job.simulator.job, section=changed)))
