@@ -51,8 +51,8 @@ from mmtrain.planner.search.search import warm
 from mmtrain.planner.search_settings import search_seed
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.timeline import Timeline
-from mmtrain.simulator.job import make_job
 from mmtrain.simulator.allocation.stable_batch import proportional
+from mmtrain.simulator.job import make_job
 from mmtrain.simulator.workloads import draw
 from mmtrain.spec.work_size import ZERO_WORK, WorkSize
 

@@ -13,6 +13,15 @@ class ConfigError(MMTrainError):
     """A configuration that cannot be run: unknown key, wrong type, values that do not fit together."""
 
 
+class MemoryLimitError(ConfigError):
+    """A memory limit that leaves a pipeline rank nothing for activations."""
+
+    def __init__(self, pp_rank: int, missing_bytes: float, message: str) -> None:
+        """Args: pp_rank: the first such rank. missing_bytes: what it takes without activations beyond the limit."""
+        super().__init__(message)
+        self.pp_rank, self.missing_bytes = pp_rank, missing_bytes
+
+
 class DataError(MMTrainError):
     """A sample, file or batch that breaks a rule: corrupt image, lost image, sample too long."""
 

@@ -26,6 +26,7 @@ from mmtrain.commands import (
     sample,
     schedule,
     simulate,
+    tune,
 )
 from mmtrain.commands.local_ranks import RankDiedError, Stopped, train_on_ranks
 from mmtrain.config import config
@@ -74,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     profile.add(commands)
     simulate.add(commands)
     allocate.add(commands)
+    tune.add(commands)
     report.add(commands)
     words = list(sys.argv[1:] if argv is None else argv)
     overrides = [word for word in words if _OVERRIDE.match(word)]  # argparse takes one with a space for a position

@@ -117,21 +117,16 @@ class Bins:
     def typical(cls, config: Config) -> "Bins":
         """The bins of one replica of a job with images or clips of typical size.
 
-        Images have the side `IMAGE_SIDE`, halved until four of them fit into a microbatch; there are no images if not
-        even one fits with a token of text. Clips have the side `CLIP_SIDE`.
+        Images have the side of `typical_side`; there are no images if not even one fits with a token of text. Clips
+        have the side `CLIP_SIDE`.
 
         Raises: ConfigError: the encoder does not read images.
         """
         if config.model.dit is not None or not config.model.encoders:
             return cls.of(config)
-        side, seq_len = IMAGE_SIDE, config.training.seq_len
-
-        def tokens() -> int:
-            return _image(config, side)[1] + sum(number for _, _, number in _further(config, side))
-
-        while tokens() * 4 > seq_len and side > 1:
-            side //= 2
-        return cls.of(config, side) if tokens() < seq_len else cls._without_images(config)
+        side = typical_side(config)
+        fits = _tokens(config, side) < config.training.seq_len
+        return cls.of(config, side) if fits else cls._without_images(config)
 
     @classmethod
     def _without_images(cls, config: Config) -> "Bins":
@@ -149,6 +144,22 @@ class Bins:
         if self.grid is None or number > max(1, self.most_images):
             return None
         return images_work(module, [self.grid] * number)
+
+
+def typical_side(config: Config) -> int:
+    """Pixels along a side of typical images: `IMAGE_SIDE`, halved until four of them fit into a microbatch. Of clips
+    `CLIP_SIDE`. Raises: ConfigError: the encoder does not read images."""
+    side = IMAGE_SIDE
+    if config.model.dit is not None:
+        return CLIP_SIDE
+    while _tokens(config, side) * 4 > config.training.seq_len and side > 1:
+        side //= 2
+    return side
+
+
+def _tokens(config: Config, side: int) -> int:
+    """Tokens of an image, and of what comes with it. Args: side: pixels along a side."""
+    return _image(config, side)[1] + sum(number for _, _, number in _further(config, side))
 
 
 def _geometry(config: Config) -> ImageGeometry:

@@ -78,6 +78,9 @@ def make_plan(
     first = _first(problem, method.schedule, method.section)
     if method.search is None or not method.section.interleave:
         return first
+    named = method.schedule if isinstance(method.schedule, str) else method.schedule.name
+    if method.search.strategy == "first" and named == "interleave" and method.search.memory:
+        return replace(first, seed=method.search.seed)  # no search would make the same plan again
     return best_of(first, search(problem, method.search, cancelled=cancelled))
 
 

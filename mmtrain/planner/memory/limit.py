@@ -18,7 +18,7 @@ from mmtrain.config.config import Config
 from mmtrain.config.memory_amount import MemoryAmount, show_bytes, show_gib
 from mmtrain.config.planner import PlannerConfig
 from mmtrain.costs.operators.cluster import Cluster
-from mmtrain.errors import ConfigError
+from mmtrain.errors import MemoryLimitError
 from mmtrain.planner.memory.rank_state import RankState, Sharding
 from mmtrain.planner.partition.partition import Partition
 from mmtrain.schedule.library.memory import components
@@ -113,7 +113,7 @@ class MemoryBudget:
     def check(self) -> None:
         """Checks that the limit leaves memory for activations on each rank.
 
-        Raises: ConfigError: it does not; names the first such rank, its row of the table and what to change.
+        Raises: MemoryLimitError: it does not; names the first such rank, its row of the table and what to change.
         """
         for rank in self.ranks:
             available = rank.activation_bytes
@@ -125,10 +125,12 @@ class MemoryBudget:
                     f"end reduced gradients take {show_gib(rank.state.reduced_bytes)} GiB there"
                 )
                 cells = ", ".join(map(" ".join, zip(_COLUMNS[1:-1], rank.cells[1:-1], strict=True)))
-                raise ConfigError(
+                raise MemoryLimitError(
+                    rank.pp_rank,
+                    rank.state.reduced_bytes - available,
                     f'planner.memory_limit = "{self.amount.text if self.amount else ""}" {what} (GiB: {cells}); '
                     "raise it, lower planner.memory_margin, or raise parallelism.pipeline_parallel_degree, "
-                    "tensor_parallel_degree or data_parallel_shard_degree"
+                    "tensor_parallel_degree or data_parallel_shard_degree",
                 )
 
     def table(self) -> str:

@@ -1,8 +1,7 @@
-"""What candidates take: simulated seconds of whole iterations and the memory of the most loaded rank, for all of them on
-the same steps. Pure.
+"""What candidates take: simulated seconds of iterations, and memory of the most loaded rank, on the same steps. Pure.
 
-A step waits for the slowest of all its replicas. Where not all are simulated, those with most work are, and what is left
-out of the heaviest is in proportion to its work.
+A step waits for the slowest of all its replicas. Where not all are simulated, those with most work are, and what is
+left out of the heaviest is in proportion to its work.
 """
 
 import math
@@ -14,7 +13,7 @@ from typing import Any
 
 from mmtrain.config.config import Config
 from mmtrain.costs.machine import Machine
-from mmtrain.errors import ConfigError, DataError, PlanError, one_line
+from mmtrain.errors import ConfigError, DataError, MemoryLimitError, PlanError, one_line
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.planner.assignment.sample_costs import SamplePricer
 from mmtrain.planner.search_settings import PLANNED
@@ -56,6 +55,8 @@ class Judged:
     """None: the peak rate of a device is unknown."""
     problem: str = ""
     """Why it does not run."""
+    missing_bytes: float = math.inf
+    """What `peak_rank` needs more than it may take, if that is why it does not run."""
 
     @property
     def mean_s(self) -> float:
@@ -72,7 +73,7 @@ class Judge:
     """[step] of a job; the same ones for all jobs of equal microbatches."""
     seed: int = 0
     """Of searches."""
-    _jobs: dict[Candidate, tuple[ScheduledJob, Machine] | str] = field(default_factory=dict, repr=False)
+    _jobs: dict[Candidate, tuple[ScheduledJob, Machine] | Judged] = field(default_factory=dict, repr=False)
     """Candidate -> its job, or why it has none."""
     _seconds: dict[MicrobatchMeta, float] = field(default_factory=dict, repr=False)
     """Microbatch -> seconds of its work on the degrees of the config, by which replicas are compared."""
@@ -80,8 +81,8 @@ class Judge:
     def judge(self, candidate: Candidate, effort: Effort) -> Judged:
         """The candidate on the first steps; raises nothing: what does not run has a problem."""
         made = self._job(candidate)
-        if isinstance(made, str):
-            return Judged(candidate=candidate, problem=made)
+        if isinstance(made, Judged):
+            return made
         job, machine = made
         searched = _with_effort(job, effort)
         try:
@@ -93,6 +94,7 @@ class Judge:
         of_memory: dict[str, Any] = {"candidate": candidate, "peak_bytes": peaks[rank], "peak_rank": rank}
         if machine.memory_bytes is not None and peaks[rank] > machine.memory_bytes:
             has = f"a device has {machine.memory_bytes / GIB:.1f} GiB"
+            of_memory["missing_bytes"] = peaks[rank] - machine.memory_bytes
             return Judged(**of_memory, problem=f"out of memory: {has}; use more, or shorter sequences")
         seconds = tuple(seconds for _, seconds in parts)
         ranks, mfu = job.config.parallelism.mesh_shape, None
@@ -101,7 +103,7 @@ class Judge:
             mfu = flops / (fmean(seconds) * ranks.world_size / ranks.dp * machine.peak_flops)
         return Judged(**of_memory, seconds=seconds, bubble=fmean(step.bubble for step, _ in parts), mfu=mfu)
 
-    def _job(self, candidate: Candidate) -> tuple[ScheduledJob, Machine] | str:
+    def _job(self, candidate: Candidate) -> tuple[ScheduledJob, Machine] | Judged:
         if candidate not in self._jobs:
             try:
                 job = candidate.job(self.config)
@@ -110,8 +112,15 @@ class Judge:
                 evaluations = job.planner.budget_evaluations or 1
                 made = ScheduledJob.of(job, schedule, evaluations, machine, tells_apart=False)
                 self._jobs[candidate] = made, machine
+            except MemoryLimitError as error:
+                self._jobs[candidate] = Judged(
+                    candidate=candidate,
+                    peak_rank=error.pp_rank,
+                    problem=one_line(error),
+                    missing_bytes=error.missing_bytes,
+                )
             except (ConfigError, PlanError) as error:
-                self._jobs[candidate] = one_line(error)
+                self._jobs[candidate] = Judged(candidate=candidate, problem=one_line(error))
         return self._jobs[candidate]
 
     def _step(self, job: ScheduledJob, index: int, effort: Effort) -> tuple[SimulatedIteration, float]:

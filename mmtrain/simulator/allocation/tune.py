@@ -1,0 +1,200 @@
+"""Which settings make a job fastest on some GPUs: a search over degrees, cut, memory, schedule and blocks by successive
+halving, judged by the simulator. Pure.
+
+1. All degrees that fit, with the partition's rule and a first plan, on the first microbatches of one step; the better
+   half of them also with blocks.
+2. The best of those with short searches.
+3. For the best of those, other values of each axis, one at a time; the ones that help, together; and a searched
+   partition.
+4. The best few as the job would run: whole steps, all replicas, the search of the job.
+
+Source of the idea of one search over degrees and schedules: FlexPipe, section 6. Its tuner ranks a grid by bubble and
+leaves memory, cut and tensor parallelism to the user.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any
+
+from mmtrain.config.config import Config
+from mmtrain.errors import ConfigError
+from mmtrain.simulator.allocation.candidate import Candidate
+from mmtrain.simulator.allocation.degrees import Degrees
+from mmtrain.simulator.allocation.judge import GIB, Effort, Judge, Judged
+from mmtrain.simulator.allocation.space import Space
+
+SECOND, THIRD = 8, 3
+"""Candidates that are looked at closer, and those whose other values are tried."""
+FIRST_LOOK = Effort(num_microbatches=16, evaluations=0)
+SECOND_LOOK = Effort(num_microbatches=16, evaluations=20)
+HELPS = 0.005
+"""Part of the seconds that another value has to save."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuned:
+    """The answer of `tune`."""
+
+    config: Config
+    rows: tuple[Judged, ...]
+    """The candidates that were judged last, the best first."""
+    own: Judged | None
+    """The job as it is, judged as they are; None: its degrees make another number of ranks."""
+    num_tried: int
+    """Candidates that were judged at all."""
+    refused: tuple[tuple[str, int], ...]
+    """(why, number) of candidates that do not run, the most frequent first."""
+    effort: Effort
+    """Of the last look."""
+
+    @property
+    def best(self) -> Judged:
+        """The best candidate."""
+        return self.rows[0]
+
+
+@dataclass(kw_only=True)
+class Tuner:
+    """One search; `run` is its answer."""
+
+    space: Space
+    judge: Judge
+    keep: int = 3
+    """Candidates that are judged as the job would run."""
+    effort: Effort
+    """Of the last look."""
+    progress: Callable[[str], None] = lambda what: None
+    """Called before each candidate with the name of the look."""
+
+    def __post_init__(self) -> None:
+        self._tried: dict[Candidate, str] = {}
+        """Candidate -> why it does not run; empty if it does."""
+
+    def run(self) -> Tuned:
+        """The best candidates. Raises: ConfigError: nothing runs; with what comes closest."""
+        second = self._best([self._look(one.candidate, SECOND_LOOK, "short searches") for one in self._first()])
+        third = [self._improved(one) for one in second[:THIRD]]
+        finalists = self._of_degrees([*second, *third, *map(self._cut, third)])[: self.keep]
+        config = self.space.config
+        rows = ordered([self._look(one.candidate, self.effort, "whole steps") for one in finalists], config)
+        own = None
+        if config.parallelism.mesh_shape.world_size == self.space.num_gpus:
+            own = self._look(Candidate(), self.effort, "the job as it is")
+        reasons = Counter(short(problem) for problem in self._tried.values() if problem)
+        return Tuned(
+            config=config,
+            rows=tuple(rows),
+            own=own,
+            num_tried=len(self._tried),
+            refused=tuple(reasons.most_common()),
+            effort=self.effort,
+        )
+
+    def _first(self) -> list[Judged]:
+        """The best degrees, with blocks where those are faster."""
+        looks = [self._look(one, FIRST_LOOK, "degrees") for one in self.space.first()]
+        runs = self._best(looks)
+        if not runs:
+            raise ConfigError(nothing_runs(looks, self.space.config))
+        for one in runs[: 2 * SECOND]:
+            braided = self.space.braided(one.candidate, self._degrees(one))
+            if braided is not None:
+                runs.append(self._look(braided, FIRST_LOOK, "blocks"))
+        return self._of_degrees(runs)[:SECOND]
+
+    def _improved(self, one: Judged) -> Judged:
+        """A candidate with those other values that help, the most helpful of each axis; itself if none do."""
+        begin = self._look(one.candidate, FIRST_LOOK, "other settings")
+        helps: dict[str, Judged] = {}
+        values_of: dict[Candidate, Mapping[str, Any]] = {}
+        for axis, values in self.space.others(self._degrees(one)):
+            look = self._look(one.candidate.having(values), FIRST_LOOK, "other settings")
+            values_of[look.candidate] = values
+            if look.mean_s < min(begin.mean_s * (1 - HELPS), helps.get(axis, begin).mean_s):
+                helps[axis] = look
+        best = one
+        for helpful in sorted(helps.values(), key=lambda look: look.mean_s):
+            look = self._look(best.candidate.having(values_of[helpful.candidate]), SECOND_LOOK, "other settings")
+            if look.mean_s < best.mean_s * (1 - HELPS):
+                best = look
+        return best
+
+    def _cut(self, one: Judged) -> Judged:
+        """A candidate with its partition searched."""
+        searched = self.space.searched_cut(one.candidate, self._degrees(one))
+        return self._look(searched, SECOND_LOOK, "partitions")
+
+    def _degrees(self, one: Judged) -> Degrees:
+        return Degrees.of(one.candidate.job(self.space.config))
+
+    def _look(self, candidate: Candidate, effort: Effort, what: str) -> Judged:
+        self.progress(what)
+        judged = self.judge.judge(candidate, effort)
+        self._tried[candidate] = judged.problem
+        return judged
+
+    def _best(self, looks: Sequence[Judged]) -> list[Judged]:
+        """Those that run, the fastest first."""
+        runs = [one for one in looks if one.seconds]
+        return sorted(runs, key=lambda one: one.mean_s)
+
+    def _of_degrees(self, looks: Sequence[Judged]) -> list[Judged]:
+        """The best of each degrees and number of tokens, the fastest first."""
+        best: dict[tuple[Degrees, int], Judged] = {}
+        for one in self._best(looks):
+            job = one.candidate.job(self.space.config)
+            best.setdefault((Degrees.of(job), job.training.seq_len), one)
+        return list(best.values())
+
+
+def ordered(rows: Sequence[Judged], config: Config) -> list[Judged]:
+    """Candidates with the fastest first; of those that cannot be told from the fastest, the simplest.
+
+    Two cannot be told apart where their mean difference is below twice its standard error over the steps.
+    """
+    left, order = sorted(rows, key=lambda one: one.mean_s), list[Judged]()
+    while left:
+        tied = [one for one in left if _tied(one, left[0])]
+        order.append(min(tied, key=lambda one: simplicity(one.candidate, config)))
+        left.remove(order[-1])
+    return order
+
+
+def _tied(one: Judged, other: Judged) -> bool:
+    if one is other:
+        return True
+    if not one.seconds or len(one.seconds) < 2:
+        return False
+    differences = [a - b for a, b in zip(one.seconds, other.seconds, strict=True)]
+    return abs(fmean(differences)) < 2 * stdev(differences) / math.sqrt(len(differences))
+
+
+def simplicity(candidate: Candidate, config: Config) -> tuple[int, int, int, int]:
+    """Sort key: the number of changes of the config, then tp, cp and pp."""
+    degrees = Degrees.of(candidate.job(config))
+    return len(candidate.difference(config)), degrees.tp, degrees.cp, degrees.pp
+
+
+_NUMBERED = re.compile(r"(pp_rank|rank|step|iteration|microbatch) \d+")
+
+
+def short(problem: str) -> str:
+    """A reason without numbers of ranks, details and what to change: equal for candidates that fail alike."""
+    reason = _NUMBERED.sub(r"\1 N", problem.partition(";")[0].partition(" (GiB")[0])
+    return reason if len(reason) < 120 else reason.partition(": ")[0]
+
+
+def nothing_runs(looks: Sequence[Judged], config: Config) -> str:
+    """Why no candidate runs: what is missing for the one that comes closest to a memory limit, or the first reason."""
+    closest = min(looks, key=lambda one: one.missing_bytes)
+    if closest.missing_bytes == math.inf:
+        return f"tune: none of {len(looks)} candidates runs; the first: {looks[0].problem}"
+    return (
+        f"tune: none of {len(looks)} candidates fits; the closest one ({closest.candidate.described(config)}) lacks "
+        f"{closest.missing_bytes / GIB:.1f} GiB on pp_rank {closest.peak_rank}; use more GPUs (--cluster), "
+        'optimizer.moments_dtype = "bfloat16", shorter training.seq_len, or frozen modules'
+    )

@@ -1,0 +1,68 @@
+"""The answer of tuning as text. Pure."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mmtrain.config.toml_sections import apply_override
+from mmtrain.simulator.allocation.candidate import toml_of
+from mmtrain.simulator.allocation.judge import GIB, Judged
+from mmtrain.simulator.allocation.tune import Tuned
+
+_COLUMNS = ("", "iteration s", "of the job's", "MFU", "bubble", "peak GiB")
+
+
+def table(tuned: Tuned) -> str:
+    """A line for each candidate that was judged last, then the settings in which each differs from the job."""
+    rows = [(str(number), *_cells(one, tuned)) for number, one in enumerate(tuned.rows, 1)]
+    if tuned.own is not None:
+        rows.append(("job", *_cells(tuned.own, tuned)))
+    lines = [*_aligned([_COLUMNS, *rows]), ""]
+    lines += [f"{number}: {_settings(one, tuned)}" for number, one in enumerate(tuned.rows, 1)]
+    if tuned.own is not None and tuned.own.problem:
+        lines.append(f"the job itself does not run: {tuned.own.problem}")
+    if tuned.refused:
+        lines += ["", *(f"{count} refused: {why}" for why, count in tuned.refused)]
+    return "\n".join(lines) + "\n"
+
+
+def toml(tuned: Tuned, overrides: Sequence[str], base: str = "") -> str:
+    """The best candidate as a TOML file.
+
+    Args: overrides: of the command line, which it repeats. base: the file that it extends; empty: only the sections.
+    """
+    table_of: dict[str, Any] = {}
+    for override in overrides:
+        apply_override(table_of, override)
+    best = tuned.best
+    lines = [f"# {best.mean_s:.3f} s an iteration, at most {best.peak_bytes / GIB:.1f} GiB a rank, simulated"]
+    lines += [f'extends = "{base}"', ""] if base else []
+    values = dict(_flat(table_of)) | best.candidate.difference(tuned.config)
+    return "\n".join(lines) + "\n" + toml_of(values)
+
+
+def _flat(table: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of nested sections; an inline model config stays one value."""
+    for key, value in table.items():
+        if isinstance(value, dict) and key != "config":
+            yield from _flat(value, (*path, key))
+        else:
+            yield ".".join((*path, key)), value
+
+
+def _cells(one: Judged, tuned: Tuned) -> tuple[str, ...]:
+    if not one.seconds:
+        return ("-",) * (len(_COLUMNS) - 1)
+    own = tuned.own
+    ratio = f"{one.mean_s / own.mean_s:.3f}" if own is not None and own.seconds else "-"
+    mfu = "-" if one.mfu is None else f"{100 * one.mfu:.1f} %"
+    peak = f"{one.peak_bytes / GIB:.1f} (pp_rank {one.peak_rank})"
+    return f"{one.mean_s:.3f}", ratio, mfu, f"{100 * one.bubble:.1f} %", peak
+
+
+def _settings(one: Judged, tuned: Tuned) -> str:
+    return one.candidate.described(tuned.config) or "the settings of the job"
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
