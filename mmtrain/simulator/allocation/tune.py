@@ -179,13 +179,15 @@ def simplicity(candidate: Candidate, config: Config) -> tuple[int, int, int, int
     return len(candidate.difference(config)), degrees.tp, degrees.cp, degrees.pp
 
 
-_NUMBERED = re.compile(r"(pp_rank|rank|step|iteration|microbatch) \d+")
+_NUMBER = re.compile(r"(?<=rank |step )\d+|\d[\d.]*(?= GiB)")
+_LONGEST = 120
+"""Characters of a reason."""
 
 
 def short(problem: str) -> str:
-    """A reason without numbers of ranks, details and what to change: equal for candidates that fail alike."""
-    reason = _NUMBERED.sub(r"\1 N", problem.partition(";")[0].partition(" (GiB")[0])
-    return reason if len(reason) < 120 else reason.partition(": ")[0]
+    """A reason without numbers of ranks, its end and what to change: equal for candidates that fail alike."""
+    reason = _NUMBER.sub("N", problem.partition(";")[0].partition(" (GiB")[0])
+    return reason if len(reason) <= _LONGEST else f"{reason[:_LONGEST].rpartition(' ')[0]} ..."
 
 
 def nothing_runs(looks: Sequence[Judged], config: Config) -> str:
