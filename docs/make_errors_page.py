@@ -193,9 +193,9 @@ GROUPS = (
         (
             "costs/profile/profile.py",
             "planner/assignment/sample_costs.py",
-            "simulator/allocation/stable_batch.py",
-            "simulator/allocation/allocate.py",
+            "simulator/allocation/",
             "commands/allocate.py",
+            "commands/tune.py",
             "costs/machine.py",
             "costs/operator_costs.py",
             "costs/operators/",
