@@ -1,23 +1,25 @@
 """A recipe as a policy of the engine: it makes a plan for any work graph."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
 from mmtrain.errors import RecipeError, shown
 from mmtrain.schedule.action import COMPUTE, Action, Kind
+from mmtrain.schedule.engine import Engine
 from mmtrain.schedule.library.list_schedule import widest
 from mmtrain.schedule.library.memory import Memory, choose_options, components
 from mmtrain.schedule.library.one_f_one_b import module_order
 from mmtrain.schedule.library.weights import worth_splitting
 from mmtrain.schedule.passes.separate import separate_gradients
-from mmtrain.schedule.plan import Plan, exceeds, show_steps
+from mmtrain.schedule.plan import Plan, exceeds
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.recipe import kernel
-from mmtrain.schedule.recipe.kernel import INSTRUCTION, READY, B, F, State
-from mmtrain.schedule.recipe.language import Moment, Recipe, traversal
-from mmtrain.schedule.recipe.limits import Limits, call
+from mmtrain.schedule.recipe.kernel import INSTRUCTION, B, F, State
+from mmtrain.schedule.recipe.language import Recipe, traversal
+from mmtrain.schedule.recipe.limits import Limits
+from mmtrain.schedule.recipe.ranks import Ranks
 
 PREFERRED = {"backward": kernel.BACKWARD_FIRST, "forward": kernel.FORWARD_FIRST, "alternate": kernel.ALTERNATE}
 ORDERS = {"breadth": kernel.BREADTH, "depth": kernel.DEPTH, "oldest": kernel.OLDEST}
@@ -76,36 +78,55 @@ class RecipeRun:
         if recipe.memory:
             self._keep_wide_whole()
         self.limits = Limits(recipe, problem, self.stages, self.options, self.split, [rule.until for rule in rules])
-        self.state = self._state()
+        self.message_s = None if recipe.clock == "lockstep" else problem.message_s
+        """[message] -> seconds of its transfer; None: transfers take no time."""
+        self.seconds = self._seconds()
+        """[item] -> duration of its action by the recipe's clock; None: it has none."""
+        self.age = self._ages()
+        number = {microbatch: i for i, microbatch in enumerate(sorted({work.microbatch for work in graph.works}))}
+        self.microbatch = [number[graph.works[work].microbatch] for work in items.work]
+        """[node] -> index of its microbatch among those of the iteration."""
 
-    def plan(self, *, compiled: bool = False) -> Plan:
-        """The plan. Raises: RecipeError: see `plan_of`."""
-        state = self.state
-        if self.recipe.check or self.recipe.step:
-            kernel.with_hooks(self._hooks())(state)
-        elif compiled:
-            state = kernel.as_arrays(state)
-            kernel.compiled()(state)
-        else:
-            kernel.run(state)
-        return self.plan_from(state)
+    def plan(self, *, compiled: bool = False, at_once: bool = False) -> Plan:
+        """The plan. Args: compiled: see `plan_of`. at_once: see `Policy`. Raises: RecipeError: see `plan_of`."""
+        if compiled and not self.recipe.check and not self.recipe.step:
+            state = kernel.as_arrays(self._state())
+            if kernel.compiled()(state) == len(state.begun):
+                return self.plan_from(map(int, state.begun))
+        ranks = Ranks(self, at_once=at_once)
+        started = Engine(self.items, self.message_s).run(ranks)
+        plan = self.plan_from(started)
+        if len(started) < sum(seconds is not None for seconds in self.seconds):
+            raise ranks.stuck(plan.orders)
+        return plan
 
-    def plan_from(self, state: State) -> Plan:
-        """The plan of a state that has run. Raises: RecipeError: not all actions have started."""
+    def plan_from(self, items: Iterable[int]) -> Plan:
+        """The plan of items in the order of their start."""
         orders: list[list[Action]] = [[] for _ in range(self.graph.num_ranks)]
-        for item in map(int, state.begun):
-            if item < 0:
-                raise self._stuck(state, orders)
-            orders[state.rank_of[item]].append(self.action(item))
+        for item in items:
+            orders[self.items.rank_of[item]].append(self.action(item))
         return Plan(
             self.graph, tuple(map(tuple, orders)), {node: index for node, index in self.chosen.items() if index}
         )
+
+    def memories(self) -> list[Memory]:
+        """The admission by each level of limits; one component always has room."""
+        limits = [pool.limit for pool in self.limits.pools]
+        component = [self.component[work] for work in self.items.work]
+        memories = [
+            Memory(component, level.pool, level.amount, level.kept, self.items.has_backward, limits)
+            for level in self.limits.levels
+        ]
+        for memory in memories:
+            memory.widen()
+        return memories
 
     def separated(self, plan: Plan) -> Plan:
         """The plan with gradients separated; the plan itself where that would break a limit of the recipe."""
         separated = separate_gradients(plan, self.problem, in_flight=self.limits.of_ranks)
         before, after = self._peaks(plan), self._peaks(separated)
-        limits = [max(given, peak) for given, peak in zip(self.state.limit, before, strict=True)]
+        widened = (max(memory.limit(pool) for memory in self.memories()) for pool in range(len(before)))
+        limits = list(map(max, widened, before))
         return plan if any(map(exceeds, after, limits)) else separated
 
     def _peaks(self, plan: Plan) -> list[float]:
@@ -148,7 +169,7 @@ class RecipeRun:
             if isinstance(key, int) and not 0 <= key < self.graph.num_ranks:
                 raise RecipeError(f"Recipe.overrides[{key}] names a rank; use 0 .. {self.graph.num_ranks - 1}")
 
-    def _rule_of_rank(self, rank: int) -> Recipe:
+    def rule_of_rank(self, rank: int) -> Recipe:
         """The recipe on a rank: with the override of its module, if it holds only one, and its own."""
         modules = sorted({self.graph.modules[self.graph.module_of[stage]].name for stage in self.stages[rank]})
         for module in modules if len(modules) > 1 else ():
@@ -169,23 +190,21 @@ class RecipeRun:
 
     def _of_items(self) -> dict[str, Any]:
         graph, items = self.graph, self.items
-        lockstep = self.recipe.clock == "lockstep"
-        number = {microbatch: i for i, microbatch in enumerate(sorted({work.microbatch for work in graph.works}))}
-        message_s = [*([0.0] * items.num_messages if lockstep else self.problem.message_s), 0.0]
+        message_s = [*(self.message_s or [0.0] * items.num_messages), 0.0]
         dependents, of_item = _rows([[item for item, _ in row] for row in items.dependents])
-        num_actions = items.num_nodes + sum(items.has_backward) + sum(self.split) + len(graph.instructions)
+        num_actions = sum(seconds is not None for seconds in self.seconds)
         return {
             "waiting": items.num_needs.copy(),
             "arrival": [0.0] * items.num_items,
             "dependents": dependents,
             "delay": [message_s[message] for row in items.dependents for _, message in row],
             "of_item": of_item,
-            "seconds": self._seconds(lockstep=lockstep),
+            "seconds": [seconds or 0.0 for seconds in self.seconds],
             "rank_of": [*items.rank * 3, *(graph.stage_rank[given.stage] for given in graph.instructions)],
             "status": [kernel.WAITING] * items.num_items,
             "stage": items.stage,
             "component": [self.component[work] for work in items.work],
-            "microbatch": [number[graph.works[work].microbatch] for work in items.work],
+            "microbatch": self.microbatch,
             "has_backward": items.has_backward,
             "split": self.split,
             "begun": [-1] * num_actions,
@@ -200,7 +219,7 @@ class RecipeRun:
         }
 
     def _of_queues(self) -> dict[str, Any]:
-        graph, items, age = self.graph, self.items, self._ages()
+        graph, items, age = self.graph, self.items, self.age
         N, S, P = items.num_nodes, len(graph.stage_rank), graph.num_ranks
         queues: list[list[int]] = [[] for _ in range(2 * S)]
         for item in sorted(range(2 * N), key=age.__getitem__):
@@ -232,7 +251,7 @@ class RecipeRun:
 
     def _of_rules(self) -> dict[str, Any]:
         P = self.graph.num_ranks
-        rules = [self._rule_of_rank(rank) for rank in range(P)]
+        rules = [self.rule_of_rank(rank) for rank in range(P)]
         sides = [traversal(order) for rule in rules for order in (rule.forward, rule.backward)]
         return {
             "preferred": [PREFERRED[rule.first] for rule in rules],
@@ -293,128 +312,18 @@ class RecipeRun:
             ages[item] = position
         return ages
 
-    def _seconds(self, *, lockstep: bool) -> list[float]:
-        """[item]"""
-        if lockstep:
-            return [1.0] * self.items.num_items
-        return [
-            *(option.duration_s(Kind.F) for option in self.options),
-            *(o.duration_s(Kind.I if split else Kind.B) for o, split in zip(self.options, self.split, strict=True)),
-            *(option.duration_s(Kind.W) for option in self.options),
-            *(given.seconds for given in self.graph.instructions),
+    def _seconds(self) -> list[float | None]:
+        kinds = [*[Kind.F] * self.items.num_nodes, *(Kind.I if split else Kind.B for split in self.split)]
+        kinds += [Kind.W] * self.items.num_nodes
+        runs = [True] * self.items.num_nodes + self.items.has_backward + self.split
+        seconds = [
+            option.duration_s(kind) if run else None
+            for kind, run, option in zip(kinds, runs, self.options * 3, strict=True)
         ]
-
-    # ----------------------------------------------------------------------------------------- callbacks
-
-    def _hooks(self) -> dict[str, Callable[..., Any]]:
-        """The kernel's functions that take part in a run with callbacks."""
-        check, step = self.recipe.check, self.recipe.step
-        moments = _Moments(self)
-
-        def awaken(t: State, now: float) -> None:
-            moments.advance(t, now)
-            t.awake[:] = [1] * len(t.awake)  # a function may look at the time
-
-        def allowed(t: State, item: int) -> bool:
-            assert check is not None
-            action = self.action(item)
-            answer = call("Recipe.check", check, moments.of(t.rank_of[item]), action)
-            if not isinstance(answer, bool):
-                raise RecipeError(f"Recipe.check returned {shown(answer)} for {action}; return True or False")
-            return answer
-
-        def choose(t: State, rank: int, promise: int) -> int:
-            assert step is not None
-            ready = self._ready(t, rank, promise)
-            if not ready:
-                return -1
-            answer = call("Recipe.step", step, moments.of(rank, tuple(ready)))
-            if answer is not None and (not isinstance(answer, Action) or answer not in ready):
-                raise RecipeError(
-                    f"Recipe.step returned {shown(answer)} for rank {rank}, which could start "
-                    f"{', '.join(map(str, ready))}; return one of moment.ready, or None"
-                )
-            return -1 if answer is None else ready[answer]
-
-        return {"awaken": awaken} | ({"allowed": allowed} if check else {}) | ({"choose": choose} if step else {})
-
-    def _ready(self, t: State, rank: int, promise: int) -> dict[Action, int]:
-        """Action -> item of what a rank could start: F, then B or I, oldest first, then W in the order of their I."""
-        S, N = len(self.graph.stage_rank), self.items.num_nodes
-        rows = [t.queue[t.at[row] : t.first[row + 1]] for s in self.stages[rank] for row in (s, S + s)]
-        items = sorted((item for row in rows for item in row), key=t.age.__getitem__)
-        items += t.due[t.first_due[rank] : t.last_due[rank]]
-        items += t.instructions[t.first_instruction[rank] : t.first_instruction[rank + 1]]
-        return {
-            self.action(item): item
-            for item in items
-            if t.status[item] == READY and (item >= N or kernel.admits(t, item, promise))
-        }
-
-    def _stuck(self, t: State, orders: Sequence[Sequence[Action]]) -> RecipeError:
-        """The error of a run that has not started all actions."""
-        reasons = [self._reason(t, rank, slot) for rank in range(self.graph.num_ranks) for slot in (F, B)]
-        steps = {rank: len(order) for rank, order in enumerate(orders)}
-        started, count = sum(map(len, orders)), len(t.begun)
-        return RecipeError(
-            f"the recipe gets stuck after {started} of {count} actions: {max(reasons)[1]}\n{show_steps(orders, steps)}"
-        )
-
-    def _reason(self, t: State, rank: int, slot: int) -> tuple[int, str]:
-        """What holds up a rank that has something of a slot ready, and how likely it is the cause of all."""
-        N, S = self.items.num_nodes, len(self.graph.stage_rank)
-        nodes = [n for n in range(N) if t.status[slot * N + n] == READY and t.rank_of[n] == rank]
-        waits = t.waits[2 * rank + slot] and not self.recipe.step
-        if not nodes:
-            return 0, "nothing is ready"
-        reasons = []
-        if slot == F and not kernel.admits(t, nodes[0], 0):
-            pools = [t.pool[level * N + nodes[0]] for level in range(t.sizes[3])]
-            full = [p for p in pools if p >= 0 and t.total[p] + 1e-9 >= t.limit[p]] or pools
-            reasons.append(f"{self.limits.pools[full[0]].where} has no room; raise it")
-        if waits:
-            behind = [s for s in self.stages[rank] if t.remaining[slot * S + s] and not t.num_ready[slot * S + s]]
-            on = f" for stage {behind[0]}" if behind else ""
-            kind = "backward" if slot else "forward"
-            reasons.append(f"its {kind} traversal waits{on}; leave out wait, or change every")
-        if self.recipe.step:
-            reasons.append("Recipe.step returns None")
-        elif self.recipe.check:
-            reasons.append("Recipe.check admits nothing")
-        action = self.action(slot * N + nodes[0])
-        return 2 * waits + bool(reasons), f"rank {rank} could start {action}, but " + ", and ".join(reasons)
-
-
-class _Moments:
-    """The moments that functions of a recipe see."""
-
-    def __init__(self, run: RecipeRun) -> None:
-        self._run, self._now, self._count = run, 0.0, 0
-        self._started: list[list[Action]] = [[] for _ in range(run.graph.num_ranks)]
-        self._sets: list[frozenset[Action]] = [frozenset() for _ in range(run.graph.num_ranks)]
-
-    def advance(self, t: State, now: float) -> None:
-        """The time goes on, and what has been started is known."""
-        self._now = now
-        while self._count < len(t.begun) and t.begun[self._count] >= 0:
-            item = t.begun[self._count]
-            rank = t.rank_of[item]
-            self._started[rank].append(self._run.action(item))
-            self._count += 1
-
-    def of(self, rank: int, ready: tuple[Action, ...] = ()) -> Moment:
-        """The moment of a rank."""
-        started = self._started[rank]
-        if len(self._sets[rank]) < len(started):
-            self._sets[rank] = frozenset(started)
-        return Moment(
-            rank=rank,
-            num_ranks=len(self._started),
-            now=self._now,
-            ready=ready,
-            started=self._sets[rank],
-            last=started[-1] if started else None,
-        )
+        seconds += [given.seconds for given in self.graph.instructions]
+        if self.recipe.clock == "lockstep":
+            return [None if s is None else 1.0 for s in seconds]
+        return seconds
 
 
 def _rows(rows: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
