@@ -25,12 +25,14 @@ PREFERRED = {"backward": kernel.BACKWARD_FIRST, "forward": kernel.FORWARD_FIRST,
 ORDERS = {"breadth": kernel.BREADTH, "depth": kernel.DEPTH, "oldest": kernel.OLDEST}
 
 
-def plan_of(recipe: Recipe, problem: PlanningProblem, *, compiled: bool = False) -> Plan:
+def plan_of(recipe: Recipe, problem: PlanningProblem, *, compiled: bool = False, at_once: bool = False) -> Plan:
     """The plan of a recipe for a problem.
 
     A recipe with a check or a step function runs twice, and both runs must agree.
 
-    Args: compiled: by numba, with equal results; worth its start where many recipes are run.
+    Args:
+        compiled: by numba, with equal results; worth its start where many recipes are run.
+        at_once: an action without duration ends before the next rank decides, as of `Policy`; never compiled.
     Raises:
         RecipeError: the recipe gets stuck, a limit has the wrong length, or a function of the recipe raises, returns
             something else or is impure.
@@ -39,7 +41,7 @@ def plan_of(recipe: Recipe, problem: PlanningProblem, *, compiled: bool = False)
     if not problem.graph.works:
         return Plan(problem.graph, ((),) * problem.graph.num_ranks)
     run = RecipeRun(recipe, problem)
-    plan = run.plan(compiled=compiled)
+    plan = run.plan(compiled=compiled, at_once=at_once)
     if (recipe.check or recipe.step) and RecipeRun(recipe, problem).plan() != plan:
         raise RecipeError(
             "the recipe's functions are impure: two runs on one problem made different plans; let them depend on "
@@ -89,7 +91,7 @@ class RecipeRun:
 
     def plan(self, *, compiled: bool = False, at_once: bool = False) -> Plan:
         """The plan. Args: compiled: see `plan_of`. at_once: see `Policy`. Raises: RecipeError: see `plan_of`."""
-        if compiled and not self.recipe.check and not self.recipe.step:
+        if compiled and not at_once and not self.recipe.check and not self.recipe.step:
             state = kernel.as_arrays(self._state())
             if kernel.compiled()(state) == len(state.begun):
                 return self.plan_from(map(int, state.begun))
