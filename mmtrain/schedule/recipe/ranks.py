@@ -6,17 +6,14 @@ end (FlexPipe's local buffers, section 5.1). `kernel` has the same rules for num
 
 from bisect import insort
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from mmtrain.errors import RecipeError, shown
 from mmtrain.schedule.action import Action
 from mmtrain.schedule.engine import Policy
 from mmtrain.schedule.plan import show_steps
+from mmtrain.schedule.recipe.bound import Bound
 from mmtrain.schedule.recipe.language import Moment, Traversal, traversal
 from mmtrain.schedule.recipe.limits import call
-
-if TYPE_CHECKING:
-    from mmtrain.schedule.recipe.policy import RecipeRun
 
 F, B, W = 0, 1, 2
 """Slots of items; B stands for B and I. Registered instructions follow."""
@@ -25,19 +22,19 @@ F, B, W = 0, 1, 2
 class Ranks(Policy):
     """All ranks in one run of a recipe."""
 
-    def __init__(self, run: "RecipeRun", *, at_once: bool = False) -> None:
+    def __init__(self, bound: Bound, *, at_once: bool = False) -> None:
         """Args: at_once: whether an action without duration ends before the next rank decides."""
-        recipe, items, ranks = run.recipe, run.items, range(run.graph.num_ranks)
+        recipe, items, ranks = bound.recipe, bound.items, range(bound.graph.num_ranks)
         self.all_decide, self.at_once = bool(recipe.check or recipe.step), at_once  # a function may look at the time
-        self.seconds = run.seconds
-        self._run, self._recipe, self._items, self._age = run, recipe, items, run.age
-        self._memories = run.memories()
-        rules = [run.rule_of_rank(rank) for rank in ranks]
-        self._first = [rule.first for rule in rules]
+        self.seconds = bound.seconds()
+        self._bound, self._recipe, self._items, self._age = bound, recipe, items, bound.shared.age
+        self._memories = bound.memories()
+        self._first = [rule.first for rule in bound.rules]
         """[rank] -> the kind that it prefers."""
+        rules = list(zip(bound.rules, bound.shared.stages, strict=True))
         self._sides = [
-            [_Side(traversal(rule.forward), rule.units[F], run.stages[r]) for r, rule in enumerate(rules)],
-            [_Side(traversal(rule.backward), rule.units[B], run.stages[r]) for r, rule in enumerate(rules)],
+            [_Side(traversal(rule.forward), rule.units[F], stages) for rule, stages in rules],
+            [_Side(traversal(rule.backward), rule.units[B], stages) for rule, stages in rules],
         ]
         """[slot][rank]"""
         self._last: list[int | None] = [None for _ in ranks]
@@ -73,7 +70,7 @@ class Ranks(Policy):
         slot, node = divmod(item, self._items.num_nodes)
         rank = self._items.rank_of[item]
         if self.all_decide:
-            self._started[rank].append(self._run.action(item))
+            self._started[rank].append(self._bound.action(item))
         if slot >= W:
             (self._weights if slot == W else self._instructions)[rank].remove(item)
             return
@@ -88,7 +85,7 @@ class Ranks(Policy):
         slot, node = divmod(item, self._items.num_nodes)
         if slot in (B, W):
             for memory in self._memories:
-                if slot == B and self._run.split[node]:
+                if slot == B and self._bound.split[node]:
                     memory.end_input(node)
                 else:
                     memory.end_backward(node, split=slot == W)
@@ -137,7 +134,7 @@ class Ranks(Policy):
         microbatches; None: it waits."""
 
         def group(item: int) -> int:
-            return self._run.microbatch[item % self._items.num_nodes] // side.every
+            return self._bound.shared.microbatch[item % self._items.num_nodes] // side.every
 
         turns = [(group(remaining[0]), position) for position, remaining in enumerate(side.remaining) if remaining]
         if not turns:
@@ -170,7 +167,7 @@ class Ranks(Policy):
     def _checked(self, item: int) -> bool:
         """Whether the recipe's check admits an item."""
         assert self._recipe.check is not None
-        action = self._run.action(item)
+        action = self._bound.action(item)
         answer = call("Recipe.check", self._recipe.check, self._moment(self._items.rank_of[item]), action)
         if not isinstance(answer, bool):
             raise RecipeError(f"Recipe.check returned {shown(answer)} for {action}; return True or False")
@@ -179,7 +176,7 @@ class Ranks(Policy):
     def _by_step(self, rank: int, promise: bool) -> int | None:
         """What the recipe's step function starts."""
         assert self._recipe.step is not None
-        ready = {self._run.action(item): item for item in self._ready(rank) if self._admits(item, promise)}
+        ready = {self._bound.action(item): item for item in self._ready(rank) if self._admits(item, promise)}
         if not ready:
             return None
         answer = call("Recipe.step", self._recipe.step, self._moment(rank, tuple(ready)))
@@ -215,7 +212,7 @@ class Ranks(Policy):
         """The error of a run that has not started all actions. Args: orders: what it has started."""
         reasons = [self._reason(rank, slot) for rank in range(len(orders)) for slot in (F, B)]
         steps = {rank: len(order) for rank, order in enumerate(orders)}
-        started, count = sum(map(len, orders)), sum(seconds is not None for seconds in self.seconds)
+        started, count = sum(map(len, orders)), self._bound.num_actions
         return RecipeError(
             f"the recipe gets stuck after {started} of {count} actions: {max(reasons)[1]}\n{show_steps(orders, steps)}"
         )
@@ -229,12 +226,16 @@ class Ranks(Policy):
         waits = side.wait and not recipe.step
         reasons = []
         if not self._admits(item, promise=False):
-            limits = zip(self._run.limits.levels, self._memories, strict=True)
+            limits = zip(self._bound.limits.levels, self._memories, strict=True)
             pool = next(level.pool[item] for level, memory in limits if not memory.fits_now(item))
-            reasons.append(f"{self._run.limits.pools[pool].where} has no room; raise it")
+            reasons.append(f"{self._bound.limits.pools[pool].where} has no room; raise it")
         if waits:
             position = side.position
-            behind = [s for s in self._run.stages[rank] if side.remaining[position[s]] and not side.ready[position[s]]]
+            behind = [
+                s
+                for s in self._bound.shared.stages[rank]
+                if side.remaining[position[s]] and not side.ready[position[s]]
+            ]
             on = f" for stage {behind[0]}" if behind else ""
             kind = "backward" if slot else "forward"
             reasons.append(f"its {kind} traversal waits{on}; leave out wait, or change every")
@@ -242,7 +243,7 @@ class Ranks(Policy):
             reasons.append("Recipe.step returns None")
         elif recipe.check:
             reasons.append("Recipe.check admits nothing")
-        action = self._run.action(item)
+        action = self._bound.action(item)
         return 2 * waits + bool(reasons), f"rank {rank} could start {action}, but " + ", and ".join(reasons)
 
 

@@ -1,0 +1,134 @@
+"""A recipe bound to a problem: its memory options, splits, rules of ranks and limits."""
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+
+from mmtrain.errors import RecipeError, shown
+from mmtrain.schedule.action import Action, Kind
+from mmtrain.schedule.library.list_schedule import widest
+from mmtrain.schedule.library.memory import Memory, choose_options
+from mmtrain.schedule.library.weights import worth_splitting
+from mmtrain.schedule.plan import Plan
+from mmtrain.schedule.recipe.kernel import INSTRUCTION
+from mmtrain.schedule.recipe.language import Recipe
+from mmtrain.schedule.recipe.limits import Limits
+from mmtrain.schedule.recipe.shared import Shared
+
+
+class Bound:
+    """A recipe and a problem, as every run of the two needs them."""
+
+    def __init__(self, recipe: Recipe, shared: Shared) -> None:
+        """Args: shared: of a problem with at least one work. Raises: RecipeError: overrides or limits do not fit it."""
+        self.recipe, self.shared, self.problem = recipe, shared, shared.problem
+        self.graph, self.items = shared.graph, shared.items
+        self._check_overrides()
+        nodes = shared.nodes
+        self.chosen = choose_options(self.problem, shared.component) if recipe.memory else dict.fromkeys(nodes, 0)
+        """(stage, work) -> index of its option."""
+        self.options = [self.problem.options(*node)[self.chosen[node]] for node in nodes]
+        """[node]"""
+        names = [self.graph.modules[module].name for module in self.graph.module_of]
+        rules = [recipe.rule(*key) for key in zip(names, self.graph.stage_rank, strict=True)]
+        self.split = [
+            rules[stage].split_backward and self.items.has_backward[node] and worth_splitting(self.options[node])
+            for node, stage in enumerate(self.items.stage)
+        ]
+        """[node] -> whether its backward is I and W."""
+        if recipe.memory:
+            self._keep_wide_whole()
+        until = [rule.until for rule in rules]
+        self.limits = Limits(recipe, self.problem, shared.stages, self.options, self.split, until)
+
+    @cached_property
+    def rules(self) -> list[Recipe]:
+        """[rank] -> the recipe there: with the override of its module, if the rank holds only one, and its own.
+
+        Raises: RecipeError: an override of a module that shares a rank names what a rank chooses among all stages.
+        """
+        return [self._rule_of_rank(rank) for rank in range(self.graph.num_ranks)]
+
+    @property
+    def num_actions(self) -> int:
+        """How many actions its plan has."""
+        items = self.items
+        return items.num_nodes + sum(items.has_backward) + sum(self.split) + len(self.graph.instructions)
+
+    @property
+    def message_s(self) -> Sequence[float] | None:
+        """[message] -> seconds of its transfer by the recipe's clock; None: transfers take no time."""
+        return None if self.recipe.clock == "lockstep" else self.problem.message_s
+
+    def seconds(self) -> list[float | None]:
+        """[item] -> duration of its action by the recipe's clock; None: there is none."""
+        forwards = [option.duration_s(Kind.F) for option in self.options]
+        backwards = [
+            option.duration_s(Kind.I if split else Kind.B) if runs else None
+            for option, split, runs in zip(self.options, self.split, self.items.has_backward, strict=True)
+        ]
+        weights = [
+            option.duration_s(Kind.W) if split else None for option, split in zip(self.options, self.split, strict=True)
+        ]
+        seconds = [*forwards, *backwards, *weights, *(given.seconds for given in self.graph.instructions)]
+        if self.recipe.clock == "lockstep":
+            return [None if duration is None else 1.0 for duration in seconds]
+        return seconds
+
+    def memories(self) -> list[Memory]:
+        """[level of limits] -> what it admits before the first action; one component always has room."""
+        component = [self.shared.component[work] for work in self.items.work]
+        limits = [pool.limit for pool in self.limits.pools]
+        memories = [
+            Memory(component, level.pool, level.amount, level.kept, self.items.has_backward, limits)
+            for level in self.limits.levels
+        ]
+        for memory in memories:
+            memory.widen()
+        return memories
+
+    def plan(self, items: Iterable[int]) -> Plan:
+        """The plan of items in the order of their start."""
+        orders: list[list[Action]] = [[] for _ in range(self.graph.num_ranks)]
+        for item in items:
+            orders[self.items.rank_of[item]].append(self.action(item))
+        options = {node: index for node, index in self.chosen.items() if index}
+        return Plan(self.graph, tuple(map(tuple, orders)), options)
+
+    def action(self, item: int) -> Action:
+        """The action of an item."""
+        slot, node = divmod(item, self.items.num_nodes)
+        if slot >= INSTRUCTION:
+            given = self.graph.instructions[item - INSTRUCTION * self.items.num_nodes]
+            return self.graph.action(given.kind, given.stage, given.work)
+        kind = (Kind.F, Kind.I if self.split[node] else Kind.B, Kind.W)[slot]
+        return self.graph.action(kind, *self.shared.nodes[node])
+
+    def _keep_wide_whole(self) -> None:
+        """Splits no backward of a component that fits alone, but not with what its I leaves for W."""
+        component, nodes = self.shared.component, self.shared.nodes
+        widths = [widest(option) if split else option for option, split in zip(self.options, self.split, strict=True)]
+        memory = Memory.of(self.problem, component, dict(zip(nodes, widths, strict=True)))
+        wide = {number for number, _ in memory.oversize()}
+        works = (work for _, work in nodes)
+        self.split = [split and component[work] not in wide for split, work in zip(self.split, works, strict=True)]
+
+    def _check_overrides(self) -> None:
+        names = [module.name for module in self.graph.modules]
+        for key in (*self.recipe.overrides, *self.recipe.placements):
+            if isinstance(key, str) and key and key not in names:
+                raise RecipeError(f"the recipe names a module {key!r}; this model has {', '.join(names)}")
+            if isinstance(key, int) and not 0 <= key < self.graph.num_ranks:
+                raise RecipeError(f"Recipe.overrides[{key}] names a rank; use 0 .. {self.graph.num_ranks - 1}")
+
+    def _rule_of_rank(self, rank: int) -> Recipe:
+        stages = self.shared.stages[rank]
+        modules = sorted({self.graph.modules[self.graph.module_of[stage]].name for stage in stages})
+        for module in modules if len(modules) > 1 else ():
+            for name in ("first", "units", "forward", "backward"):
+                given = getattr(self.recipe.overrides.get(module), name, None)
+                if given is not None:
+                    raise RecipeError(
+                        f"Recipe.overrides[{module!r}].{name} = {shown(given)}: rank {rank} holds "
+                        f"{' and '.join(modules)}, and chooses among all its stages; set {name} for ranks"
+                    )
+        return self.recipe.rule(*modules if len(modules) == 1 else (), rank)
