@@ -6,8 +6,6 @@ from mmtrain.schedule.engine import Engine
 from mmtrain.schedule.passes.separate import separate_gradients
 from mmtrain.schedule.plan import Plan, exceeds
 from mmtrain.schedule.problem import PlanningProblem
-from mmtrain.schedule.recipe import kernel
-from mmtrain.schedule.recipe.arrays import state_of
 from mmtrain.schedule.recipe.bound import Bound
 from mmtrain.schedule.recipe.language import Recipe
 from mmtrain.schedule.recipe.ranks import Ranks
@@ -53,8 +51,10 @@ def _run(bound: Bound, *, at_once: bool = False) -> Plan:
 
 def _compiled(bound: Bound) -> Plan | None:
     """The same by the kernel; None: it gets stuck, and `_run` says why."""
-    state = kernel.as_arrays(state_of(bound))
-    complete = kernel.compiled()(state) == bound.num_actions
+    from mmtrain.schedule.recipe import arrays, kernel  # with numpy and numba
+
+    state = arrays.Arrays(bound.shared).state(bound)
+    complete = kernel.compiled().run(state) == bound.num_actions
     return bound.plan(map(int, state.begun)) if complete else None
 
 
