@@ -130,7 +130,7 @@ class Arrays:
             "pool": pool,
             "amount": amount,
             "kept": _floats(_joined(levels, lambda level: level.kept)),
-            "to_hold": np.bincount(at[trained], amount[entry[trained]], count),
+            "to_hold": np.bincount(at[trained], amount[entry[trained]], count).astype(np.float64),
             "forwards": np.bincount(at, minlength=count),
             "passing": passing[np.lexsort((-amount[passing], of))],
             "first_passing": _bounds(np.bincount(of, minlength=count)),

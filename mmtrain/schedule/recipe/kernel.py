@@ -380,17 +380,17 @@ STARTS, ENDS, BUSY, PEAK = range(4)
 def measure(c: Any, begun: Any, arrival: Any, found: Any) -> None:
     """When the actions of a plan run, and what each rank holds, as `simulate` says.
 
-    Args: begun: items in an order in which they could run one after the other. arrival: [item], zeros. found: [4, rank]
-        -> as `STARTS` and so on; zeros.
+    Args:
+        begun: items in an order in which they could run one after the other.
+        arrival: [item], zeros.
+        found: [4, rank] -> what `STARTS` and so on name; infinite starts, and zeros.
     """
-    held, free = [0.0 for _ in found[0]], [-1.0 for _ in found[0]]
+    held = [0.0 for _ in found[0]]
     for item in begun:
         rank = c.rank_of[item]
-        begin = max(arrival[item], free[rank])
-        end = begin + c.seconds[item]
-        if free[rank] < 0:
-            found[STARTS, rank] = begin
-        free[rank] = found[ENDS, rank] = end
+        begin = max(arrival[item], found[ENDS, rank])
+        end = found[ENDS, rank] = begin + c.seconds[item]
+        found[STARTS, rank] = min(found[STARTS, rank], begin)
         found[BUSY, rank] += end - begin
         during = held[rank] + c.needed_bytes[item]
         held[rank] += c.growth_bytes[item]
@@ -405,16 +405,16 @@ KERNELS = (
 )  # fmt: skip
 
 
-class Compiled(NamedTuple):
-    """The entries, compiled."""
+class Entries(NamedTuple):
+    """What callers run, compiled or as it is."""
 
     run: Callable[[State], int]
     measure: Callable[[Costs, Any, Any, Any], None]
 
 
 @cache
-def compiled() -> Compiled:
-    """The entries. numba compiles them at their first call, or loads them from its cache on disk.
+def compiled() -> Entries:
+    """The compiled entries. numba compiles them at their first call, or loads them from its cache on disk.
 
     numba itself loads here: a caller that runs few recipes does not wait for it.
     """
@@ -431,4 +431,10 @@ def compiled() -> Compiled:
             scope[name] = numba.njit(cache=True, **flags)(source)
         except RuntimeError:  # neither the folder of this file nor the user's cache folder can be written
             scope[name] = numba.njit(**flags)(source)
-    return Compiled(scope["run"], scope["measure"])
+    return Entries(scope["run"], scope["measure"])
+
+
+def is_cached() -> bool:
+    """Whether numba's cache on disk has the kernel; else the first run compiles it, for 20 s of CPU time."""
+    file = getattr(compiled().run._cache, "_cache_file", None)  # type: ignore[attr-defined]
+    return file is not None and bool(file._load_index())
