@@ -5,14 +5,14 @@ from functools import cached_property
 
 from mmtrain.errors import RecipeError, shown
 from mmtrain.schedule.action import Action, Kind
-from mmtrain.schedule.library.list_schedule import widest
-from mmtrain.schedule.library.memory import Memory, choose_options
-from mmtrain.schedule.library.weights import worth_splitting
+from mmtrain.schedule.library.memory import Memory
 from mmtrain.schedule.plan import Plan
-from mmtrain.schedule.recipe.kernel import INSTRUCTION
 from mmtrain.schedule.recipe.language import Recipe
 from mmtrain.schedule.recipe.limits import Limits
 from mmtrain.schedule.recipe.shared import Shared
+
+INSTRUCTION = 3
+"""Slot of the items of registered instructions."""
 
 
 class Bound:
@@ -23,22 +23,11 @@ class Bound:
         self.recipe, self.shared, self.problem = recipe, shared, shared.problem
         self.graph, self.items = shared.graph, shared.items
         self._check_overrides()
-        nodes = shared.nodes
-        self.chosen = choose_options(self.problem, shared.component) if recipe.memory else dict.fromkeys(nodes, 0)
-        """(stage, work) -> index of its option."""
-        self.options = [self.problem.options(*node)[self.chosen[node]] for node in nodes]
-        """[node]"""
         names = [self.graph.modules[module].name for module in self.graph.module_of]
         rules = [recipe.rule(*key) for key in zip(names, self.graph.stage_rank, strict=True)]
-        self.split = [
-            rules[stage].split_backward and self.items.has_backward[node] and worth_splitting(self.options[node])
-            for node, stage in enumerate(self.items.stage)
-        ]
-        """[node] -> whether its backward is I and W."""
-        if recipe.memory:
-            self._keep_wide_whole()
-        until = [rule.until for rule in rules]
-        self.limits = Limits(recipe, self.problem, shared.stages, self.options, self.split, until)
+        self.settled = shared.settled(memory=recipe.memory, splits=[rule.split_backward for rule in rules])
+        self.chosen, self.options, self.split = self.settled.chosen, self.settled.options, self.settled.split
+        self.limits = Limits(recipe, shared, self.settled, [rule.until for rule in rules])
 
     @cached_property
     def rules(self) -> list[Recipe]:
@@ -102,15 +91,6 @@ class Bound:
             return self.graph.action(given.kind, given.stage, given.work)
         kind = (Kind.F, Kind.I if self.split[node] else Kind.B, Kind.W)[slot]
         return self.graph.action(kind, *self.shared.nodes[node])
-
-    def _keep_wide_whole(self) -> None:
-        """Splits no backward of a component that fits alone, but not with what its I leaves for W."""
-        component, nodes = self.shared.component, self.shared.nodes
-        widths = [widest(option) if split else option for option, split in zip(self.options, self.split, strict=True)]
-        memory = Memory.of(self.problem, component, dict(zip(nodes, widths, strict=True)))
-        wide = {number for number, _ in memory.oversize()}
-        works = (work for _, work in nodes)
-        self.split = [split and component[work] not in wide for split, work in zip(self.split, works, strict=True)]
 
     def _check_overrides(self) -> None:
         names = [module.name for module in self.graph.modules]

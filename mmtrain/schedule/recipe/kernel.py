@@ -10,7 +10,7 @@ from functools import cache
 from types import FunctionType
 from typing import Any, NamedTuple
 
-F, B, W, INSTRUCTION = 0, 1, 2, 3
+F, B, W = 0, 1, 2
 """Slots of items; B stands for B and I."""
 BACKWARD_FIRST, FORWARD_FIRST, ALTERNATE = 0, 1, 2
 BREADTH, DEPTH, OLDEST = 0, 1, 2
@@ -358,33 +358,83 @@ def run(t: Any) -> int:
         now = events[0][0]
 
 
+class Costs(NamedTuple):
+    """Seconds and bytes of actions, as `simulate` counts them. The first four arrays are as in `State`."""
+
+    dependents: Any
+    of_item: Any
+    rank_of: Any
+    delay: Any
+    seconds: Any
+    """[item]"""
+    needed_bytes: Any
+    """[item] -> while it runs, in addition to what was held before it."""
+    growth_bytes: Any
+    """[item] -> what it allocates, less what it frees."""
+
+
+STARTS, ENDS, BUSY, PEAK = range(4)
+"""Rows of what `measure` finds: seconds of a rank's first start, of its last end and of its actions; bytes."""
+
+
+def measure(c: Any, begun: Any, arrival: Any, found: Any) -> None:
+    """When the actions of a plan run, and what each rank holds, as `simulate` says.
+
+    Args:
+        begun: items in an order in which they could run one after the other.
+        arrival: [item], zeros.
+        found: [4, rank] -> what `STARTS` and so on name; infinite starts, and zeros.
+    """
+    held = [0.0 for _ in found[0]]
+    for item in begun:
+        rank = c.rank_of[item]
+        begin = max(arrival[item], found[ENDS, rank])
+        end = found[ENDS, rank] = begin + c.seconds[item]
+        found[STARTS, rank] = min(found[STARTS, rank], begin)
+        found[BUSY, rank] += end - begin
+        during = held[rank] + c.needed_bytes[item]
+        held[rank] += c.growth_bytes[item]
+        found[PEAK, rank] = max(found[PEAK, rank], during, held[rank])
+        for i in range(c.of_item[item], c.of_item[item + 1]):
+            arrival[c.dependents[i]] = max(arrival[c.dependents[i]], end + c.delay[i])
+
+
 KERNELS = (
     admits, ready_of_stage, head_of_group, head, weight, choose, hold, occupy, leave_queue, start, arrive, finish, run,
+    measure,
 )  # fmt: skip
 
 
-def as_arrays(state: State) -> State:
-    """The state as arrays, for the compiled run."""
-    import numpy as np
+class Entries(NamedTuple):
+    """What callers run, compiled or as it is."""
 
-    return State(
-        *(np.array(column, np.float64 if name in _FLOATS else np.int64) for name, column in state._asdict().items())
-    )
-
-
-_FLOATS = {"arrival", "delay", "seconds", "amount", "kept", "limit", "total", "held", "to_hold", "ends"}
+    run: Callable[[State], int]
+    measure: Callable[[Costs, Any, Any, Any], None]
 
 
 @cache
-def compiled() -> Callable[[State], int]:
-    """`run`, compiled. numba loads here: a caller that runs few recipes does not wait for it."""
+def compiled() -> Entries:
+    """The compiled entries. numba compiles them at their first call, or loads them from its cache on disk.
+
+    numba itself loads here: a caller that runs few recipes does not wait for it.
+    """
     import numba
 
     scope = dict(globals())
     for function in KERNELS:
         name = function.__name__
-        # Only what keeps the heap counts references: else each call would count those of all arrays, two thirds of the
+        # Only what keeps a list counts references: else each call would count those of all arrays, two thirds of the
         # time.
-        wrap = numba.njit(nogil=True, _nrt=name in ("run", "start"))
-        scope[name] = wrap(FunctionType(function.__code__, scope, name))
-    return scope["run"]  # type: ignore[no-any-return]
+        flags = {"nogil": True, "_nrt": name in ("run", "start", "measure")}
+        source = FunctionType(function.__code__, scope, name)
+        try:
+            scope[name] = numba.njit(cache=True, **flags)(source)
+        except RuntimeError:  # neither the folder of this file nor the user's cache folder can be written
+            scope[name] = numba.njit(**flags)(source)
+    return Entries(scope["run"], scope["measure"])
+
+
+def is_cached() -> bool:
+    """Whether numba's cache on disk has the kernel; else the first run compiles it, for 20 s of CPU time."""
+    file = getattr(compiled().run._cache, "_cache_file", None)  # type: ignore[attr-defined]
+    return file is not None and bool(file._load_index())

@@ -6,8 +6,6 @@ from mmtrain.schedule.engine import Engine
 from mmtrain.schedule.passes.separate import separate_gradients
 from mmtrain.schedule.plan import Plan, exceeds
 from mmtrain.schedule.problem import PlanningProblem
-from mmtrain.schedule.recipe import kernel
-from mmtrain.schedule.recipe.arrays import state_of
 from mmtrain.schedule.recipe.bound import Bound
 from mmtrain.schedule.recipe.language import Recipe
 from mmtrain.schedule.recipe.ranks import Ranks
@@ -30,10 +28,15 @@ def plan_of(recipe: Recipe, problem: PlanningProblem, *, compiled: bool = False,
     """
     if not problem.graph.works:
         return Plan(problem.graph, ((),) * problem.graph.num_ranks)
-    bound, has_functions = Bound(recipe, Shared(problem)), recipe.check or recipe.step
+    return plan_with(recipe, Shared(problem), compiled=compiled, at_once=at_once)
+
+
+def plan_with(recipe: Recipe, shared: Shared, *, compiled: bool = False, at_once: bool = False) -> Plan:
+    """As `plan_of`. Args: shared: of a problem with at least one work."""
+    bound, has_functions = Bound(recipe, shared), recipe.check or recipe.step
     plan = _compiled(bound) if compiled and not at_once and not has_functions else None
     plan = plan or _run(bound, at_once=at_once)
-    if has_functions and _run(Bound(recipe, Shared(problem)), at_once=at_once) != plan:
+    if has_functions and _run(Bound(recipe, shared), at_once=at_once) != plan:
         raise RecipeError(
             "the recipe's functions are impure: two runs on one problem made different plans; let them depend on "
             "their arguments alone"
@@ -53,8 +56,10 @@ def _run(bound: Bound, *, at_once: bool = False) -> Plan:
 
 def _compiled(bound: Bound) -> Plan | None:
     """The same by the kernel; None: it gets stuck, and `_run` says why."""
-    state = kernel.as_arrays(state_of(bound))
-    complete = kernel.compiled()(state) == bound.num_actions
+    from mmtrain.schedule.recipe import arrays, kernel  # with numpy and numba
+
+    state = arrays.Arrays(bound.shared).state(bound)
+    complete = kernel.compiled().run(state) == bound.num_actions
     return bound.plan(map(int, state.begun)) if complete else None
 
 
