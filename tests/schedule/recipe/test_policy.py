@@ -14,7 +14,7 @@ from mmtrain.schedule.engine import Engine
 from mmtrain.schedule.graph import Instruction
 from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.recipe import Recipe, Rule, Traversal, kernel
-from mmtrain.schedule.recipe.arrays import state_of
+from mmtrain.schedule.recipe.arrays import Arrays
 from mmtrain.schedule.recipe.bound import Bound
 from mmtrain.schedule.recipe.policy import plan_of
 from mmtrain.schedule.recipe.ranks import Ranks
@@ -240,8 +240,11 @@ def test_separation_keeps_limits_of_stages():
     limit = [[2], [2], [2], [1]]
     whole, separated = (plan_of(Recipe(in_flight=limit, separate_gradients=flag), problem) for flag in (False, True))
     assert [most_of(separated, rank, rank) for rank in range(4)] == [2, 2, 2, 1]
+    before = simulate(problem, whole).makespan_s
     free = plan_of(Recipe(in_flight=limit, until="I", separate_gradients=True), problem)
-    assert simulate(problem, free).makespan_s < simulate(problem, whole).makespan_s
+    assert simulate(problem, free).makespan_s < before
+    wide = plan_of(Recipe(in_flight=[[4]] * 4, separate_gradients=True), problem)
+    assert simulate(problem, wide).makespan_s < before and most_of(wide, 3, 3) > 1
 
 
 def test_what_does_not_fit_with_its_weight_gradients_stays_whole():
@@ -268,7 +271,7 @@ def test_the_kernel_starts_what_the_engine_starts(problem, recipe, of_stages):
     if of_stages:
         recipe = replace(recipe, in_flight=[[1 + stage % 3 for stage in stages] for stages in shared.stages])
     bound = Bound(recipe, shared)
-    state = kernel.as_arrays(state_of(bound))
+    state = Arrays(shared).state(bound)
     count = kernel.run(state)
     engine = Engine(bound.items, bound.message_s)
     started = engine.run(Ranks(bound))
