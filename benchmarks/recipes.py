@@ -88,8 +88,8 @@ def main() -> None:
         assert state.begun[:count].tolist() == started
         made, arrays, compiled, python = (b - a for a, b in itertools.pairwise(marks))
         rows.setdefault(name, []).append((count, made, arrays, compiled, python))
-    head = f"{'types':>5s} {'decisions':>9s} {'python/s':>10s} {'compiled/s':>11s} {'factor':>7s} {'bound us':>9s} {'arrays us':>9s}"
-    print(f"{'placement':14s} {head}")
+    head = f"{'types':>5s} {'decisions':>9s} {'python/s':>10s} {'compiled/s':>11s} {'factor':>7s}"
+    print(f"{'placement':14s} {head} {'bound us':>9s} {'arrays us':>9s}")
     for name, entries in [*rows.items(), ("all", list(itertools.chain(*rows.values())))]:
         count, made, arrays, compiled, python = map(sum, zip(*entries, strict=True))
         print(
