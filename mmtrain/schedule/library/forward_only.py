@@ -1,7 +1,7 @@
 """The schedule of an iteration without backward: validation."""
 
 from mmtrain.errors import PlanError
-from mmtrain.schedule.library.greedy import greedy
+from mmtrain.schedule.library.interleave import interleave
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
 
@@ -17,4 +17,4 @@ def forward_only(problem: PlanningProblem) -> Plan:
                 f"stage {stage} has a backward for work {work}, but schedule forward_only plans none; make "
                 "the problem forward-only or choose another schedule"
             )
-    return greedy(problem)
+    return interleave(problem)

@@ -1,8 +1,15 @@
-"""DIP's pipeline stage interleaving with works in the order of their microbatches."""
+"""DIP's pipeline stage interleaving with works in the order of their microbatches, as a recipe.
 
-from mmtrain.schedule.library.greedy import greedy
+DIP's "disable the forward queue when memory is full" can deadlock: forwards of many microbatches may fill a rank, so
+that none of them can reach its backward. Here `library.memory` decides on admission, so that all works can finish.
+"""
+
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
+from mmtrain.schedule.recipe.language import Recipe
+from mmtrain.schedule.recipe.policy import plan_of
+
+DUAL_QUEUES = Recipe(first="alternate", forward="oldest", backward="oldest", memory=True)
 
 
 def interleave(problem: PlanningProblem) -> Plan:
@@ -13,4 +20,4 @@ def interleave(problem: PlanningProblem) -> Plan:
     Raises: PlanError: the activations of one microbatch alone exceed a rank's memory limit.
     Source: DIP, arXiv:2504.14145, section 5.2.
     """
-    return greedy(problem)
+    return plan_of(DUAL_QUEUES, problem, at_once=True)

@@ -1,20 +1,16 @@
-"""The core of recipes: all ranks choose and run actions in the order of time.
+"""The rules of `ranks` for numba: a whole run of a recipe, on arrays, about ten times as fast.
 
-`run` executes as it is, on lists, and compiled by numba, on arrays; `compiled` returns the compiled one. A choice
-depends on the rank's own queues alone, so all ranks that are idle at one time decide from the same state: what one of
-them starts is visible to the others after its end (FlexPipe's local buffers, section 5.1).
-
-Admission keeps a promise for each pool (a limit of one rank, stage or module, in microbatches or bytes): the unfinished
-components can be finished one after the other, oldest first, as in `library.memory`.
+`run` repeats `Engine.run`, the choices of `ranks.Ranks` and the admission of `library.memory.Memory`, as numba compiles
+none of them; tests hold both runs equal. `compiled` returns the compiled one.
 """
 
 import heapq
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from types import FunctionType
 from typing import Any, NamedTuple
 
-F, B, W, INSTRUCTION = 0, 1, 2, 3
+F, B, W = 0, 1, 2
 """Slots of items; B stands for B and I."""
 BACKWARD_FIRST, FORWARD_FIRST, ALTERNATE = 0, 1, 2
 BREADTH, DEPTH, OLDEST = 0, 1, 2
@@ -24,7 +20,7 @@ SLACK = 1 + 1e-9
 
 
 class State(NamedTuple):
-    """What a run reads and changes; lists, or arrays of int64 and float64.
+    """What a run reads and changes: arrays of int64 and float64.
 
     N nodes, S stages, C components, L pools. A row (slot, stage) is slot * S + stage; a side (rank, slot) is
     2 * rank + slot.
@@ -153,11 +149,6 @@ def admits(t: Any, node: int, promise: int) -> bool:
     return True
 
 
-def allowed(t: Any, item: int) -> bool:
-    """Whether the recipe's check admits an action; replaced where a recipe has one."""
-    return True
-
-
 def ready_of_stage(t: Any, slot: int, stage: int, promise: int) -> int:
     """The oldest item of a row that may start now; -1: none."""
     row = slot * t.sizes[1] + stage
@@ -165,7 +156,7 @@ def ready_of_stage(t: Any, slot: int, stage: int, promise: int) -> int:
     while remaining > 0:
         item = t.queue[i]
         if t.status[item] == READY:
-            if (slot == B or admits(t, item, promise)) and allowed(t, item):
+            if slot == B or admits(t, item, promise):
                 return item  # type: ignore[no-any-return]
             remaining -= 1
         i += 1
@@ -235,7 +226,7 @@ def weight(t: Any, rank: int) -> int:
     while t.first_due[rank] < t.last_due[rank] and t.status[t.due[t.first_due[rank]]] == STARTED:
         t.first_due[rank] += 1
     for i in range(t.first_due[rank], t.last_due[rank]):
-        if t.status[t.due[i]] == READY and allowed(t, t.due[i]):
+        if t.status[t.due[i]] == READY:
             return t.due[i]  # type: ignore[no-any-return]
     return -1
 
@@ -314,10 +305,6 @@ def arrive(t: Any, item: int) -> None:
         t.last_due[rank] += 1
 
 
-def awaken(t: Any, now: float) -> None:
-    """The time goes on; replaced where a recipe has functions that look at it."""
-
-
 def finish(t: Any, item: int) -> None:
     """An action ends: its rank is idle, and its limits have room again."""
     N = t.sizes[0]
@@ -341,7 +328,6 @@ def run(t: Any) -> int:
             count += 1
     ranks = len(t.busy)
     while True:
-        awaken(t, now)
         while len(events) > 0 and events[0][0] <= now:
             _, _, item, ends = heapq.heappop(events)
             if ends:
@@ -372,45 +358,83 @@ def run(t: Any) -> int:
         now = events[0][0]
 
 
+class Costs(NamedTuple):
+    """Seconds and bytes of actions, as `simulate` counts them. The first four arrays are as in `State`."""
+
+    dependents: Any
+    of_item: Any
+    rank_of: Any
+    delay: Any
+    seconds: Any
+    """[item]"""
+    needed_bytes: Any
+    """[item] -> while it runs, in addition to what was held before it."""
+    growth_bytes: Any
+    """[item] -> what it allocates, less what it frees."""
+
+
+STARTS, ENDS, BUSY, PEAK = range(4)
+"""Rows of what `measure` finds: seconds of a rank's first start, of its last end and of its actions; bytes."""
+
+
+def measure(c: Any, begun: Any, arrival: Any, found: Any) -> None:
+    """When the actions of a plan run, and what each rank holds, as `simulate` says.
+
+    Args:
+        begun: items in an order in which they could run one after the other.
+        arrival: [item], zeros.
+        found: [4, rank] -> what `STARTS` and so on name; infinite starts, and zeros.
+    """
+    held = [0.0 for _ in found[0]]
+    for item in begun:
+        rank = c.rank_of[item]
+        begin = max(arrival[item], found[ENDS, rank])
+        end = found[ENDS, rank] = begin + c.seconds[item]
+        found[STARTS, rank] = min(found[STARTS, rank], begin)
+        found[BUSY, rank] += end - begin
+        during = held[rank] + c.needed_bytes[item]
+        held[rank] += c.growth_bytes[item]
+        found[PEAK, rank] = max(found[PEAK, rank], during, held[rank])
+        for i in range(c.of_item[item], c.of_item[item + 1]):
+            arrival[c.dependents[i]] = max(arrival[c.dependents[i]], end + c.delay[i])
+
+
 KERNELS = (
-    admits, allowed, ready_of_stage, head_of_group, head, weight, choose, hold, occupy, leave_queue, start, awaken,
-    arrive, finish, run,
+    admits, ready_of_stage, head_of_group, head, weight, choose, hold, occupy, leave_queue, start, arrive, finish, run,
+    measure,
 )  # fmt: skip
 
 
-def as_arrays(state: State) -> State:
-    """The state as arrays, for the compiled run."""
-    import numpy as np
+class Entries(NamedTuple):
+    """What callers run, compiled or as it is."""
 
-    return State(
-        *(np.array(column, np.float64 if name in _FLOATS else np.int64) for name, column in state._asdict().items())
-    )
-
-
-_FLOATS = {"arrival", "delay", "seconds", "amount", "kept", "limit", "total", "held", "to_hold", "ends"}
+    run: Callable[[State], int]
+    measure: Callable[[Costs, Any, Any, Any], None]
 
 
 @cache
-def compiled() -> Callable[[State], int]:
-    """`run`, compiled. numba loads here: a caller that runs few recipes does not wait for it."""
+def compiled() -> Entries:
+    """The compiled entries. numba compiles them at their first call, or loads them from its cache on disk.
+
+    numba itself loads here: a caller that runs few recipes does not wait for it.
+    """
     import numba
 
-    def wrap(function: Any) -> Any:
-        # Only what keeps the heap counts references: else each call would count those of all arrays, two thirds of the
-        # time.
-        return numba.njit(nogil=True, _nrt=function.__name__ in ("run", "start"))(function)
-
-    return _bound(wrap, {})
-
-
-def with_hooks(hooks: Mapping[str, Callable[..., Any]]) -> Callable[[State], int]:
-    """`run` with some of its functions replaced: the slow path of recipes with callbacks. Args: hooks: by name."""
-    return _bound(lambda function: function, hooks)
-
-
-def _bound(wrap: Callable[[Any], Any], hooks: Mapping[str, Callable[..., Any]]) -> Callable[[State], int]:
     scope = dict(globals())
     for function in KERNELS:
         name = function.__name__
-        scope[name] = hooks.get(name) or wrap(FunctionType(function.__code__, scope, name))
-    return scope["run"]  # type: ignore[no-any-return]
+        # Only what keeps a list counts references: else each call would count those of all arrays, two thirds of the
+        # time.
+        flags = {"nogil": True, "_nrt": name in ("run", "start", "measure")}
+        source = FunctionType(function.__code__, scope, name)
+        try:
+            scope[name] = numba.njit(cache=True, **flags)(source)
+        except RuntimeError:  # neither the folder of this file nor the user's cache folder can be written
+            scope[name] = numba.njit(**flags)(source)
+    return Entries(scope["run"], scope["measure"])
+
+
+def is_cached() -> bool:
+    """Whether numba's cache on disk has the kernel; else the first run compiles it, for 20 s of CPU time."""
+    file = getattr(compiled().run._cache, "_cache_file", None)  # type: ignore[attr-defined]
+    return file is not None and bool(file._load_index())

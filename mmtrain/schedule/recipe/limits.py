@@ -1,14 +1,12 @@
 """The limits of a recipe as pools: what counts together, how much fits, and what each forward takes."""
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from mmtrain.errors import RecipeError, one_line, shown
 from mmtrain.schedule.graph import WorkGraph
-from mmtrain.schedule.library.list_schedule import widest
-from mmtrain.schedule.problem import Option, PlanningProblem
 from mmtrain.schedule.recipe.language import NO_LIMIT, Limit, RankInfo, Recipe
+from mmtrain.schedule.recipe.shared import Settled, Shared
 
 UNLIMITED = 1e300
 """Limit of a pool without one."""
@@ -21,68 +19,25 @@ class Pool(NamedTuple):
     where: str
 
 
-class Level(NamedTuple):
-    """One kind of limit, for all nodes."""
-
-    pool: list[int]
-    """[node] -> pool; -1: none."""
-    amount: list[float]
-    """[node] -> what an F takes."""
-    kept: list[float]
-    """[node] -> what is still held after an I."""
-
-    def of(self, node: int) -> tuple[int, float, float]:
-        """Pool, what F takes and what is kept after I."""
-        return self.pool[node], self.amount[node], self.kept[node]
-
-
 class Limits:
     """All limits of a recipe on a problem: in flight on ranks, in stages and of modules on ranks; and memory."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        problem: PlanningProblem,
-        stages: Sequence[Sequence[int]],
-        options: Sequence[Option],
-        split: Sequence[bool],
-        until: Sequence[str],
-    ) -> None:
-        """Args: stages: [rank] -> its stages, front layers first. options, split: [node]. until: [stage]."""
-        self._recipe, self._graph = recipe, problem.graph
+    def __init__(self, recipe: Recipe, shared: Shared, settled: Settled, until: Sequence[str]) -> None:
+        """Args: until: [stage]. Raises: RecipeError: a limit has the wrong length, or its function fails."""
+        self._recipe, self._graph = recipe, shared.graph
         self.pools: list[Pool] = []
         self.of_ranks: list[int] = []
         """[rank] -> limit in flight of the rank itself."""
-        self.levels: list[Level] = []
-        items = problem.graph.items
-        self._trained = {s for s, flag in zip(items.stage, items.has_backward, strict=True) if flag}
-        self._add_in_flight(problem.graph, stages, until)
-        limits = problem.held_limit_bytes
+        self._trained = shared.trained
+        pools_of_stages = self._pools_of_stages(shared.graph, shared.stages)
+        self.levels = [shared.in_flight(pools, until) for pools in pools_of_stages if max(pools) >= 0]
+        limits = shared.problem.held_limit_bytes
         if recipe.memory and any(limit is not None for limit in limits):
-            begin = len(self.pools)
+            self.levels.append(shared.bytes_held(settled, len(self.pools)))
             for rank, limit in enumerate(limits):
                 self.pools.append(Pool(UNLIMITED if limit is None else limit, f"the memory limit of rank {rank}"))
-            kept = [option.held_for_weight_bytes for option in options]
-            taken = [widest(option) if flag else option for option, flag in zip(options, split, strict=True)]
-            amount = [option.activation_bytes for option in taken]
-            self.levels.append(Level([begin + rank for rank in items.rank], amount, kept))
-
         if any(word == "I" for word in until):
-            self.of_ranks = [NO_LIMIT] * problem.graph.num_ranks  # what waits for W is not in flight
-
-    def _add_in_flight(self, graph: WorkGraph, stages: Sequence[Sequence[int]], until: Sequence[str]) -> None:
-        items = graph.items
-        pairs = [(stage, graph.works[work].microbatch) for stage, work in zip(items.stage, items.work, strict=True)]
-        works = Counter(pairs)
-        amount = [flag / works[pair] for flag, pair in zip(items.has_backward, pairs, strict=True)]
-        kept = [0.0 if until[s] == "I" else taken for s, taken in zip(items.stage, amount, strict=True)]
-        for pool_of_stage in self._pools_of_stages(graph, stages):
-            if max(pool_of_stage) >= 0:
-                # A stage without a backward holds nothing in flight.
-                pool = [
-                    pool_of_stage[s] if flag else -1 for s, flag in zip(items.stage, items.has_backward, strict=True)
-                ]
-                self.levels.append(Level(pool, amount, kept))
+            self.of_ranks = [NO_LIMIT] * shared.graph.num_ranks  # what waits for W is not in flight
 
     def _pools_of_stages(self, graph: WorkGraph, stages: Sequence[Sequence[int]]) -> list[list[int]]:
         """[stage] -> pool, three times: by `in_flight` of ranks, of single stages, and of overrides of modules."""

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from mmtrain.errors import PlanError
 from mmtrain.schedule.action import Kind
-from mmtrain.schedule.library.greedy import greedy
+from mmtrain.schedule.library.interleave import interleave
 from mmtrain.schedule.library.one_f_one_b import one_f_one_b
 from mmtrain.schedule.passes.split import split_backwards
 from mmtrain.schedule.plan import check
@@ -55,7 +55,7 @@ def test_a_backward_stays_whole_where_its_halves_do_not_fit():
 @given(problem=problems(limits=True), delay=st.integers(0, 30))
 def test_split_plans_are_plans_and_do_no_other_work(problem, delay):
     try:
-        plan = greedy(problem)
+        plan = interleave(problem)
     except PlanError:
         return  # one microbatch alone does not fit
     split = split_backwards(plan, problem, delay)
