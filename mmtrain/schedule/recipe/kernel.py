@@ -420,17 +420,17 @@ def compiled() -> Entries:
     """
     import numba
 
-    scope = dict(globals())
+    scope, flags = dict(globals()), {"nogil": True, "error_model": "numpy"}
+    # Inlined, as a call would copy the values of all arrays. Only what keeps a list counts references.
+    inner = {"forceinline": True, "no_cfunc_wrapper": True, "no_cpython_wrapper": True}
     for function in KERNELS:
         name = function.__name__
-        # Only what keeps a list counts references: else each call would count those of all arrays, two thirds of the
-        # time.
-        flags = {"nogil": True, "_nrt": name in ("run", "start", "measure")}
+        given = flags if name in Entries._fields else flags | inner | {"_nrt": name == "start"}
         source = FunctionType(function.__code__, scope, name)
         try:
-            scope[name] = numba.njit(cache=True, **flags)(source)
+            scope[name] = numba.njit(cache=True, **given)(source)
         except RuntimeError:  # neither the folder of this file nor the user's cache folder can be written
-            scope[name] = numba.njit(**flags)(source)
+            scope[name] = numba.njit(**given)(source)
     return Entries(scope["run"], scope["measure"])
 
 
