@@ -2,8 +2,9 @@
 
 Decisions a second of recipes: FlexPipe's grid of schedule types (58 by its table 2 and section 6: backward-first and
 alternate; placements one-to-one, circular with and without intervals of P, V, both ways, and V both ways) on one model,
-by Python and compiled by numba. A decision is an action that a rank starts. Both make equal plans; a type that gets
-stuck is counted up to there. The state that a run reads is made once for both; its time is shown too.
+by the engine in Python and by the compiled kernel. A decision is an action that a rank starts. Both make equal plans; a
+type that gets stuck is counted up to there. Not counted, but shown: the time of what both read, and of the kernel's
+arrays, of a problem's first recipe.
 
 Both ways are two chains, each with half of the microbatches, the second one from the last rank to the first: the same
 work for the scheduler as two copies of the model, whose weights a job would have to tie.
@@ -15,10 +16,15 @@ import time
 from collections.abc import Iterator
 
 from mmtrain.schedule.chain import chain_problem
+from mmtrain.schedule.engine import Engine
 from mmtrain.schedule.graph import ModuleStages, Work, WorkGraph
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.recipe import Placement, Recipe, Traversal, kernel
-from mmtrain.schedule.recipe.policy import RecipeRun
+from mmtrain.schedule.recipe.arrays import Arrays
+from mmtrain.schedule.recipe.bound import Bound
+from mmtrain.schedule.recipe.policy import plan_of
+from mmtrain.schedule.recipe.ranks import Ranks
+from mmtrain.schedule.recipe.shared import Shared
 
 CHUNKS = 2
 """On each rank, of all placements but one-to-one."""
@@ -65,32 +71,30 @@ def main() -> None:
     given = parser.parse_args()
     num_ranks, num_microbatches = given.num_ranks, given.num_microbatches
     start = time.process_time()
-    warm = RecipeRun(Recipe(), problem_of(Placement(), 2, 2, ways=1))
-    kernel.compiled()(kernel.as_arrays(warm.state))
+    plan_of(Recipe(), problem_of(Placement(), 2, 2, ways=1), compiled=True)
     print(f"compiled in {time.process_time() - start:.1f} s of CPU time; P = {num_ranks}, M = {num_microbatches}")
-    rows: dict[str, list[tuple[float, float, float, float]]] = {}
+    rows: dict[str, list[tuple[float, ...]]] = {}
     for name, placement, ways, recipe in grid(num_ranks):
         problem = problem_of(placement, num_ranks, num_microbatches, ways=ways)
         marks = [time.process_time()]
-        run = RecipeRun(recipe, problem)
+        bound = Bound(recipe, Shared(problem))
         marks.append(time.process_time())
-        arrays = kernel.as_arrays(run.state)
+        state = Arrays(bound.shared).state(bound)
         marks.append(time.process_time())
-        kernel.compiled()(arrays)
+        count = kernel.compiled().run(state)
         marks.append(time.process_time())
-        kernel.run(run.state)
+        started = Engine(bound.items, bound.message_s).run(Ranks(bound))
         marks.append(time.process_time())
-        assert list(arrays.begun) == run.state.begun
-        count = sum(item >= 0 for item in run.state.begun)
-        made, _, compiled, python = (b - a for a, b in itertools.pairwise(marks))
-        rows.setdefault(name, []).append((count, made, compiled, python))
-    head = f"{'types':>5s} {'decisions':>9s} {'python/s':>10s} {'compiled/s':>11s} {'factor':>7s} {'state us':>9s}"
-    print(f"{'placement':14s} {head}")
+        assert state.begun[:count].tolist() == started
+        made, arrays, compiled, python = (b - a for a, b in itertools.pairwise(marks))
+        rows.setdefault(name, []).append((count, made, arrays, compiled, python))
+    head = f"{'types':>5s} {'decisions':>9s} {'python/s':>10s} {'compiled/s':>11s} {'factor':>7s}"
+    print(f"{'placement':14s} {head} {'bound us':>9s} {'arrays us':>9s}")
     for name, entries in [*rows.items(), ("all", list(itertools.chain(*rows.values())))]:
-        count, made, compiled, python = map(sum, zip(*entries, strict=True))
+        count, made, arrays, compiled, python = map(sum, zip(*entries, strict=True))
         print(
             f"{name:14s} {len(entries):5d} {count:9d} {count / python:10,.0f} {count / compiled:11,.0f} "
-            f"{python / compiled:7.1f} {1e6 * made / count:9.2f}"
+            f"{python / compiled:7.1f} {1e6 * made / count:9.2f} {1e6 * arrays / count:9.2f}"
         )
 
 

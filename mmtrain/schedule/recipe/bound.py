@@ -50,18 +50,16 @@ class Bound:
 
     def seconds(self) -> list[float | None]:
         """[item] -> duration of its action by the recipe's clock; None: there is none."""
-        forwards = [option.duration_s(Kind.F) for option in self.options]
-        backwards = [
-            option.duration_s(Kind.I if split else Kind.B) if runs else None
-            for option, split, runs in zip(self.options, self.split, self.items.has_backward, strict=True)
+        num_nodes, lockstep = self.items.num_nodes, self.recipe.clock == "lockstep"
+        runs = [True] * num_nodes + self.items.has_backward + self.split
+        kinds = [Kind.F] * num_nodes + [Kind.I if split else Kind.B for split in self.split] + [Kind.W] * num_nodes
+        return [
+            *(
+                (1.0 if lockstep else option.duration_s(kind)) if run else None
+                for run, kind, option in zip(runs, kinds, self.options * 3, strict=True)
+            ),
+            *(1.0 if lockstep else given.seconds for given in self.graph.instructions),
         ]
-        weights = [
-            option.duration_s(Kind.W) if split else None for option, split in zip(self.options, self.split, strict=True)
-        ]
-        seconds = [*forwards, *backwards, *weights, *(given.seconds for given in self.graph.instructions)]
-        if self.recipe.clock == "lockstep":
-            return [None if duration is None else 1.0 for duration in seconds]
-        return seconds
 
     def memories(self) -> list[Memory]:
         """[level of limits] -> what it admits before the first action; one component always has room."""

@@ -124,8 +124,7 @@ class Ranks(Policy):
         if side.wait:
             return self._head_of_group(side, promise)
         for queue in side.turns():
-            item = self._oldest(queue, promise)
-            if item is not None:
+            if queue and (item := self._oldest(queue, promise)) is not None:
                 return item
         return None
 

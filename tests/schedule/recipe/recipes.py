@@ -26,11 +26,12 @@ def _traversals() -> st.SearchStrategy[str | Traversal]:
 
 
 def recipes() -> st.SearchStrategy[Recipe]:
-    """Random recipes without functions."""
+    """Random recipes without functions, for random problems, which have a module m0."""
     units = st.tuples(st.integers(1, 3), st.integers(1, 3))
     first = st.sampled_from(["backward", "forward", "alternate"])
     limit = st.one_of(st.none(), st.integers(1, 4))
-    rules = st.builds(Rule, first=st.one_of(st.none(), first), in_flight=limit, until=st.sampled_from("BIW"))
+    of_rank = st.builds(Rule, first=st.one_of(st.none(), first), in_flight=limit, until=st.sampled_from("BIW"))
+    of_module = st.builds(Rule, in_flight=limit, split_backward=st.booleans())
     return st.builds(
         Recipe,
         first=first,
@@ -42,6 +43,6 @@ def recipes() -> st.SearchStrategy[Recipe]:
         split_backward=st.booleans(),
         memory=st.booleans(),
         separate_gradients=st.booleans(),
-        overrides=st.dictionaries(st.just(0), rules, max_size=1),
+        overrides=st.fixed_dictionaries({}, optional={0: of_rank, "m0": of_module}),
         clock=st.sampled_from(["seconds", "lockstep"]),
     )

@@ -5,15 +5,20 @@ import time
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mmtrain.errors import PlanError
 from mmtrain.schedule.action import Action, Kind
+from mmtrain.schedule.engine import Engine
 from mmtrain.schedule.graph import Instruction
 from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.recipe import Recipe, Rule, Traversal, kernel
-from mmtrain.schedule.recipe.policy import RecipeRun, plan_of
+from mmtrain.schedule.recipe.arrays import Arrays
+from mmtrain.schedule.recipe.bound import Bound
+from mmtrain.schedule.recipe.policy import plan_of
+from mmtrain.schedule.recipe.ranks import Ranks
+from mmtrain.schedule.recipe.shared import Shared
 from mmtrain.schedule.simulate import simulate
 from tests.schedule.problems import chain, halves, problems, two_modules
 from tests.schedule.recipe.recipes import recipes
@@ -45,15 +50,16 @@ def test_the_times_of_a_run_are_those_of_the_simulator(problem, recipe):
     keeps the promise of the limits could have started before."""
     if recipe.clock == "lockstep" or not problem.graph.works:
         return
-    run = RecipeRun(recipe, problem)
-    kernel.run(run.state)
-    if -1 in run.state.begun:
+    bound = Bound(recipe, Shared(problem))
+    engine = Engine(bound.items, bound.message_s)
+    started = engine.run(Ranks(bound))
+    if len(started) < bound.num_actions:
         return
-    timeline = simulate(problem, run.plan_from(run.state))
+    timeline = simulate(problem, bound.plan(started))
     ends = {row.action: row.end_s for row in timeline.rows}
-    for item in run.state.begun:
-        end = ends[run.action(item)]
-        assert end <= run.state.ends[item] if run.limits.pools else end == run.state.ends[item]
+    for item in started:
+        end = ends[bound.action(item)]
+        assert end <= engine.end[item] if bound.limits.pools else end == engine.end[item]
 
 
 SPLITS = st.sampled_from([{}, {"split_backward": True}, {"separate_gradients": True}])
@@ -134,10 +140,21 @@ def test_units_and_overrides_of_ranks():
 def test_a_check_and_a_step_function_choose():
     problem = chain(2, 3)
     alone = plan_of(Recipe(check=lambda m, a: a.kind is not Kind.F or len(m.started) % 2 == 0), problem)
-    assert text(alone, 1) == "1F0 1B0 1F1 1B1 1F2 1B2"
+    assert text(alone) == "0F0 0B0 0F1 0B1 0F2 0B2"
     newest = plan_of(Recipe(step=lambda moment: moment.ready[-1]), problem)
     check(newest, problem)
     assert newest == plan_of(Recipe(step=lambda moment: moment.ready[-1]), problem)
+
+
+def test_all_ranks_decide_whenever_something_happens_as_functions_may_look_at_the_time():
+    late = Recipe(check=lambda m, a: a.kind is not Kind.F or m.rank > 0 or not m.started or m.now >= 2)
+    assert text(plan_of(late, chain(2, 2))) == "0F0 0F1 0B0 0B1"  # 1F0 ends at 2
+
+
+def test_a_traversal_counts_anew_where_no_other_stage_can_run():
+    """The first microbatch arrives at the second stage of rank 0 when the third one has just run there."""
+    recipe = Recipe(first="forward", forward=Traversal("breadth", every=2))
+    assert text(plan_of(recipe, chain(3, 6, num_segments=2))).startswith("0F0 0F1 0F2 0F3 3F0 3F1 0F4")
 
 
 def test_a_recipe_plans_registered_instructions():
@@ -223,8 +240,11 @@ def test_separation_keeps_limits_of_stages():
     limit = [[2], [2], [2], [1]]
     whole, separated = (plan_of(Recipe(in_flight=limit, separate_gradients=flag), problem) for flag in (False, True))
     assert [most_of(separated, rank, rank) for rank in range(4)] == [2, 2, 2, 1]
+    before = simulate(problem, whole).makespan_s
     free = plan_of(Recipe(in_flight=limit, until="I", separate_gradients=True), problem)
-    assert simulate(problem, free).makespan_s < simulate(problem, whole).makespan_s
+    assert simulate(problem, free).makespan_s < before
+    wide = plan_of(Recipe(in_flight=[[4]] * 4, separate_gradients=True), problem)
+    assert simulate(problem, wide).makespan_s < before and most_of(wide, 3, 3) > 1
 
 
 def test_what_does_not_fit_with_its_weight_gradients_stays_whole():
@@ -240,19 +260,27 @@ def test_a_frozen_module_stays_whole():
     assert not plan.split
 
 
-@given(problem=problems(), recipe=recipes())
-def test_a_run_on_arrays_is_that_on_lists(problem, recipe):
-    """What is compiled reads the same on arrays, whose numbers have another type."""
-    run = RecipeRun(recipe, problem)
-    arrays = kernel.as_arrays(run.state)
-    kernel.run(arrays)
-    kernel.run(run.state)
-    assert arrays.begun.tolist() == run.state.begun
-    assert arrays.ends.tolist() == run.state.ends
+PROBLEMS = st.one_of(problems(), problems(limits=True), problems(v=True), problems(limits=True, joined=True))
+
+
+@given(problem=PROBLEMS, recipe=recipes(), of_stages=st.booleans())
+@example(problem=chain(2, 8, num_segments=2), recipe=Recipe(first="forward", in_flight=4), of_stages=False)
+def test_the_kernel_starts_what_the_engine_starts(problem, recipe, of_stages):
+    """As it is, not compiled: its numbers and arrays have the types that numba gives them."""
+    shared = Shared(problem)
+    if of_stages:
+        recipe = replace(recipe, in_flight=[[1 + stage % 3 for stage in stages] for stages in shared.stages])
+    bound = Bound(recipe, shared)
+    state = Arrays(shared).state(bound)
+    count = kernel.run(state)
+    engine = Engine(bound.items, bound.message_s)
+    started = engine.run(Ranks(bound))
+    assert state.begun[:count].tolist() == started
+    assert [state.ends[item] for item in started] == [engine.end[item] for item in started]
 
 
 @pytest.mark.nightly
-@given(problem=st.one_of(problems(), problems(limits=True)), recipe=recipes())
+@given(problem=PROBLEMS, recipe=recipes())
 def test_compiled_runs_make_equal_plans(problem, recipe):
     outcomes = []
     for compiled in (False, True):
