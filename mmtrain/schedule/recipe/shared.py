@@ -45,7 +45,8 @@ class Shared:
         group = [(self.component[work], graph.works[work].microbatch) for work in items.work]
         for position, node in enumerate(sorted(nodes, key=group.__getitem__)):
             age[node] = position
-        for position, node in enumerate(sorted(reversed(nodes), key=group.__getitem__), items.num_nodes):
+        nodes.reverse()
+        for position, node in enumerate(sorted(nodes, key=group.__getitem__), items.num_nodes):
             age[items.num_nodes + node] = position
         return age
 
