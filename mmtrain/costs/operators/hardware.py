@@ -7,6 +7,7 @@ A profile has the rates of the vendor's data sheet, and the fraction of them tha
 import dataclasses
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -118,6 +119,13 @@ def load_hardware(name: str) -> Hardware:
 def hardware_names() -> tuple[str, ...]:
     """The names of the profiles that come with mmtrain."""
     return tuple(sorted(path.stem for path in FOLDER.glob("*.toml") if path.stem != "defaults"))
+
+
+def hardware_of_device(device_name: str) -> Hardware | None:
+    """The profile whose name is a word of a device's name, such as "NVIDIA H100 80GB HBM3"; None: it is unknown."""
+    words = re.findall(r"\w+", device_name.lower())
+    name = next((name for name in hardware_names() if name in words), None)
+    return load_hardware(name) if name else None
 
 
 def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
