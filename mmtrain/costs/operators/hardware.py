@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from mmtrain.config.toml_sections import shown
+from mmtrain.config.toml_sections import merged_tables, shown
 from mmtrain.config.toml_text import read_toml
 from mmtrain.costs.operators.graph import DeviceKind, OpKind, Phase
 from mmtrain.costs.overheads import NO_OVERHEADS, Overheads
@@ -144,15 +144,7 @@ def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError(
             f"{path}: extends = {base!r}; name a profile in the same folder, or one that comes with mmtrain"
         )
-    return _merge(_read(base_path, (*chain, path)), table)
-
-
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in over.items():
-        nested = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if nested else value
-    return merged
+    return merged_tables(_read(base_path, (*chain, path)), table)
 
 
 def _hardware(table: dict[str, Any], path: Path) -> Hardware:
