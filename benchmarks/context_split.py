@@ -19,13 +19,13 @@ import argparse
 import heapq
 import random
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
-from mmtrain.modality.bitfield import Bits, language_bits
+from mmtrain.modality.bitfield import Bits, language_bits, visible_keys
 from mmtrain.modality.metadata import DocumentMeta, ImageMeta, MicrobatchMeta
 from mmtrain.modality.token_split import (
-    attended_pairs,
     block_work,
     longest_first,
     longest_part,
@@ -97,6 +97,12 @@ def by_pairs(bits: Bits, cp: int) -> list[np.ndarray]:
     ]
 
 
+def attended_pairs(bits: Bits, parts: Sequence[np.ndarray]) -> np.ndarray:
+    """[cp]: number of (query, key) pairs of each rank's tokens. Args: parts: [cp rank] -> positions of its tokens."""
+    number = visible_keys(bits).number
+    return np.array([number[tokens].sum() for tokens in parts], dtype=np.int64)
+
+
 def blocks_visited(bits: Bits, parts: list[np.ndarray]) -> np.ndarray:
     """Blocks of pairs that a kernel visits on each rank, whose rows it takes by BLOCK_SIZE as they lie there."""
     return np.array([visible_blocks(bits, part)[0].sum() for part in parts])
@@ -117,7 +123,7 @@ def compare_splits(name: str, kind: str, masks: list[Bits], degrees: list[int]) 
                 parts = by_pairs(bits, cp) if policy == "by pairs" else list(split_tokens(bits, cp, policy, BLOCK_SIZE))
                 seconds = time.process_time() - start
                 sizes = np.array([len(part) for part in parts])
-                pairs, blocks = attended_pairs(bits, tuple(parts)), blocks_visited(bits, parts)
+                pairs, blocks = attended_pairs(bits, parts), blocks_visited(bits, parts)
                 rows.append((seconds * 1e3, excess(pairs), excess(blocks), excess(sizes)))
             worst, median = np.max(rows, axis=0), np.median(rows, axis=0)[0]
             figures = f"{median:6.1f}" + "".join(f"{value:8.3f}" for value in worst[1:])

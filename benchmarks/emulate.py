@@ -1,7 +1,7 @@
 """python benchmarks/emulate.py [--jobs vlm_s,t2v_s] [--ranks 4] [--batches 2] [--repetitions 5]
 
 Measured against simulated makespans where devices are emulated: the runtime, its processes and its transfers are real,
-and a stage's compute is a sleep of the seconds that the planning problem gives (`mmtrain/parallel/emulation.py`).
+and a stage's compute is a sleep of the seconds that the planning problem gives (`benchmarks/emulation.py`).
 Batches are drawn, costs are those of simulated H800s with tensor parallelism 4. All seconds of a batch are scaled by
 one factor, so that the median action takes `--unit-ms`, and its messages so that the largest has `--message-kib`.
 

@@ -1,7 +1,7 @@
 """torch's own pipeline schedules on emulated devices, for `benchmarks/emulate_peers.py`.
 
 Schedules, stages, boxes and transfers are those of `torch.distributed.pipelining`, through its public classes; only
-what a stage computes is replaced, as in `mmtrain/parallel/emulation.py`: it spends the seconds of the plan's options on
+what a stage computes is replaced, as in `benchmarks/emulation.py`: it spends the seconds of the plan's options on
 the same clock, and a message carries the moment it was made, before which plus its transfer time nobody uses it.
 
 *Where the seconds go.* torch splits a backward by the autograd graph: I runs the nodes on the way from the output to

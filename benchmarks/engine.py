@@ -53,7 +53,7 @@ def measure() -> dict[str, float]:
         plan = type(plan)(fresh.graph, plan.orders, plan.options)
         timeline = timed("simulate, new graph", lambda problem=fresh, plan=plan: simulate(problem, plan))
         timed("simulate, again", lambda problem=fresh, plan=plan: simulate(problem, plan))
-        timed("run_order", lambda plan=plan: list(plan.run_order()))
+        timed("run", lambda plan=plan: plan.run())
         timed("check", lambda plan=plan: check(plan))
         rows = [timeline.of_rank(rank) for rank in range(plan.graph.num_ranks)]
         starts = [np.array([r.start_s for r in row]) for row in rows]

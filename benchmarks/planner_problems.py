@@ -1,6 +1,6 @@
 """Planning problems of the paper's models, for benchmarks of the planner.
 
-Costs, stages and works are those of the configs on simulated H800s (`mmtrain/planner/operators`), batches those of the
+Costs, stages and works are those of the configs on simulated H800s (`mmtrain/costs/operators`), batches those of the
 workload "mix". Memory options are not the trainer's own but assumed, a stage's layers one after the other: keep all;
 or repeat the attention and MLP inner products (12 % of the forward, 55 % of the bytes left); or repeat all (all of the
 forward, 5 % of the bytes left). In between some of the layers do, in eight steps. The limit is 92 % of the memory, less

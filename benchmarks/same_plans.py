@@ -161,7 +161,7 @@ def plan_facts(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     yield repr([(r.rank, str(r.action), r.start_s, r.end_s) for r in timeline.rows])
     yield repr((timeline.stage_modules, timeline.memory, timeline.peak_bytes))
     yield repr(held_bytes(plan, problem))
-    yield repr([(str(a), w) for _, a, w, _ in plan.run_order()])
+    yield repr(plan.run().ranks)
     rows = [timeline.of_rank(rank) for rank in range(plan.graph.num_ranks)]
     starts = [np.array([r.start_s for r in row]) for row in rows]
     ends = [np.array([r.end_s for r in row]) for row in rows]

@@ -105,9 +105,11 @@ def nest_of(planner: IterationPlanner, batching: Batching, plan: Plan) -> Nest:
 
     calls: list[Call] = []
     ends: dict[tuple[Kind, int, int], int] = {}
-    for rank, action, work, needs in plan.run_order():
+    steps = [zip(order, works, strict=True) for order, works in zip(plan.orders, plan.works, strict=True)]
+    for rank in plan.run().ranks:
+        action, work = next(steps[rank])
         after = []
-        for (kind, other, of), edge in needs:
+        for (kind, other, of), edge in plan.graph.needs(action.kind, action.stage, work):
             made = ends[kind, other, of]
             if edge:
                 calls.append(Call(SEND, size=batching.sizes[of], rank=plan.graph.stage_rank[other], after=(made,)))

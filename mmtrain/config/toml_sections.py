@@ -112,15 +112,15 @@ def read_with_bases(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     if isinstance(inherited.get("job"), dict):
         for key in _OF_ONE_FILE:
             inherited["job"].pop(key, None)
-    return _merge(inherited, table)
+    return merged_tables(inherited, table)
 
 
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+def merged_tables(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     """base with the keys of over; tables merge, except an inline model config, which is replaced whole."""
     out = dict(base)
     for key, value in over.items():
         both_tables = isinstance(value, dict) and isinstance(out.get(key), dict)
-        out[key] = _merge(out[key], value) if both_tables and key != "config" else value
+        out[key] = merged_tables(out[key], value) if both_tables and key != "config" else value
     return out
 
 

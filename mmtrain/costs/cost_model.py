@@ -1,7 +1,7 @@
 """Seconds of layers, transfers and the optimizer: the interface `CostModel`, and FLOPs over one rate. Pure."""
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, Self
 
 from mmtrain.config.planner import PlannerConfig
 from mmtrain.costs.noise import EXACT, Noise
@@ -112,8 +112,32 @@ def equal_layers(module: ModuleSpec) -> list[int]:
     ]
 
 
+class ExchangesUnknown:
+    """The part of a `CostModel` that tells exchanges from compute, of costs that know only their sum."""
+
+    __slots__ = ()
+
+    shares: int
+    """Ranks of a stage's submesh (context x tensor parallel); several exchange within a layer."""
+
+    def repeated_exchange_s(
+        self, module: ModuleSpec, index: int, size: WorkSize, recomputation: Recomputation
+    ) -> float:
+        """0: exchanges are unknown."""
+        return 0.0
+
+    @property
+    def contention(self) -> float:
+        """1: exchanges are unknown, so none is hidden."""
+        return 1.0
+
+    def without_exchanges(self) -> Self | None:
+        """These costs where one rank computes a layer; else None, as its seconds may contain exchanges."""
+        return self if self.shares == 1 else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlopsCosts:
+class FlopsCosts(ExchangesUnknown):
     """Seconds as FLOPs over one rate: exact up to a factor if every product has the same efficiency."""
 
     flops_per_s: float
@@ -155,21 +179,6 @@ class FlopsCosts:
         repeated_share = recomputation.repeated_share(layer, size)
         return repeated_share * layer.flops(size).forward / (self.flops_per_s * self.shares)
 
-    def repeated_exchange_s(
-        self, module: ModuleSpec, index: int, size: WorkSize, recomputation: Recomputation
-    ) -> float:
-        """0: exchanges are unknown."""
-        return 0.0
-
-    @property
-    def contention(self) -> float:
-        """1: exchanges are unknown, so none is hidden."""
-        return 1.0
-
     def step_s(self, num_params: int) -> float:
         """0: only the FLOPs of layers cost time."""
         return 0.0
-
-    def without_exchanges(self) -> "FlopsCosts | None":
-        """These costs where one rank computes a layer; else None, as the achieved rate may contain exchanges."""
-        return self if self.shares == 1 else None

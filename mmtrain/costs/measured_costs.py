@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from mmtrain.config.config import Config
-from mmtrain.costs.cost_model import PCIE, FlopsCosts, HostCopy, LayerTimes
+from mmtrain.costs.cost_model import PCIE, ExchangesUnknown, FlopsCosts, HostCopy, LayerTimes
 from mmtrain.costs.noise import Noise
 from mmtrain.costs.overheads import Overheads
 from mmtrain.costs.profile.profile import SPLIT_TIMES, Profile, check_fits
@@ -16,7 +16,7 @@ from mmtrain.spec.work_size import WorkSize
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasuredCosts:
+class MeasuredCosts(ExchangesUnknown):
     """Seconds of layers, actions and transfers from a profile: a `CostModel`."""
 
     profile: Profile
@@ -79,17 +79,6 @@ class MeasuredCosts:
         layer = module.layers[index]
         return self._repeated(layer, self.profile.layer(module.name, layer).at("forward", size), size, recomputation)
 
-    def repeated_exchange_s(
-        self, module: ModuleSpec, index: int, size: WorkSize, recomputation: Recomputation
-    ) -> float:
-        """0: layers were measured with their exchanges."""
-        return 0.0
-
-    @property
-    def contention(self) -> float:
-        """1: exchanges are unknown, so none is hidden."""
-        return 1.0
-
     def _repeated(self, layer: LayerSpec, forward_s: float, size: WorkSize, recomputation: Recomputation) -> float:
         if not recomputation.recomputes(layer):
             return 0.0
@@ -110,7 +99,3 @@ class MeasuredCosts:
         """Seconds of the end of a step on a rank whose shard has `num_params` trainable parameters."""
         step = self.profile.step
         return step.fixed_s + step.param_s * num_params + (step.pipeline_s if self.several_ranks else 0.0)
-
-    def without_exchanges(self) -> "MeasuredCosts | None":
-        """These costs where one rank computes a layer; else None, as layers were measured with their exchanges."""
-        return self if self.shares == 1 else None

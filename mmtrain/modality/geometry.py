@@ -36,7 +36,6 @@ class ImageGeometry:
     """Pixels along one side of a patch."""
     merge: int
     """Patches along one side of the block that becomes one token."""
-    num_channels: int = 3
     temporal_patch_size: int = 1
     """Frames in one patch; a still image is repeated to fill it (packed)."""
     image_size: int = 0
@@ -54,8 +53,8 @@ class ImageGeometry:
 
     @property
     def patch_dim(self) -> int:
-        """Elements of one packed patch: channels x frames x patch x patch."""
-        return self.num_channels * self.temporal_patch_size * self.patch_size**2
+        """Elements of one packed patch: 3 colours x frames x patch x patch."""
+        return 3 * self.temporal_patch_size * self.patch_size**2
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
         """(height, width) in pixels after resizing and cutting. Args: in pixels.

@@ -114,15 +114,6 @@ def parts_of_rows(visible: npt.NDArray[np.bool_], most: int) -> tuple[Indices, I
     return block, columns[low], np.where(high > low, columns[high - 1] + 1, columns[low])
 
 
-def attended_pairs(bits: Bits, parts: tuple[Indices, ...]) -> Indices:
-    """[cp]: number of (query, key) pairs of each rank's tokens; their imbalance is the largest over the mean.
-
-    Args: bits: [T] int64: mask words. parts: [cp rank] -> positions of its tokens.
-    """
-    number = visible_keys(bits).number
-    return np.array([number[tokens].sum() for tokens in parts], dtype=np.int64)
-
-
 def longest_first(weights: Sequence[int] | Indices, parts: int, ties: Indices | None = None) -> list[tuple[int, ...]]:
     """[part] -> its items, ascending, possibly none: in the order of descending weight, each to the least loaded part.
 

@@ -35,7 +35,6 @@ class ReferenceModel(nn.Module):
         *,
         seed: int,
         device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
         stored: Callable[[str], Chunk] | None = None,
     ) -> None:
         """Args: stored: name of a module -> all its layers with their weights; None: they are built and initialised."""
@@ -53,7 +52,7 @@ class ReferenceModel(nn.Module):
             whole = (0, len(module.layers))
             # The DiT is built as if there were no VAE: its latents come from this class.
             chunk_model = replace(model, vae=None) if module.name == "dit" else model
-            chunk = build_chunk(chunk_model, spec, module.name, whole, device=device, dtype=dtype)
+            chunk = build_chunk(chunk_model, spec, module.name, whole, device=device, dtype=torch.float32)
             init_weights(chunk, seed)
             load_pretrained(chunk, model)
             load_adapters(chunk, model)

@@ -5,7 +5,6 @@ import json
 import logging
 import math
 import os
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from mmtrain.config.sections import MetricsConfig
+from mmtrain.costs.operators.hardware import hardware_of_device
 from mmtrain.data.questions import Answer
 from mmtrain.errors import ConfigError, one_line
 from mmtrain.launch.whole_files import write_whole
@@ -29,20 +29,9 @@ from mmtrain.run_page.metric_table import source_text
 
 logger = logging.getLogger("mmtrain")
 
-_PEAK_FLOPS = {  # dense bf16, from the vendors' data sheets
-    "H200": 989e12,
-    "H100": 989e12,
-    "H800": 989e12,
-    "H20": 148e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "A40": 149.7e12,
-    "B200": 2250e12,
-}
-
 
 def peak_flops(section: MetricsConfig, device: torch.device) -> float:
-    """FLOP/s that MFU is measured against: configured, or those of the data sheet of a known accelerator.
+    """FLOP/s that MFU is measured against: configured, or the dense bf16 rate of a known accelerator.
 
     NaN where neither is known. On a CPU it is not measured either: a matrix product at the start of a job measures the
     load of the machine more than the CPU.
@@ -51,9 +40,9 @@ def peak_flops(section: MetricsConfig, device: torch.device) -> float:
         return section.peak_flops
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        for known, flops in sorted(_PEAK_FLOPS.items(), key=lambda item: -len(item[0])):
-            if re.search(rf"\b{known}\b", name):
-                return flops
+        hardware = hardware_of_device(name)
+        if hardware is not None:
+            return hardware.bf16_flops_per_s
         logger.warning("unknown device %r: MFU is not known; set metrics.peak_flops", name)
     return math.nan
 

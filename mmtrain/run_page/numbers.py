@@ -50,7 +50,7 @@ def numbers(run: Run) -> list[Number]:
             value=f"{run.last_step:,}",
             note=f"of {goal:,}" if isinstance(goal, int) and goal != run.last_step else "",
         ),
-        _number("loss", _mean_of_last(run.column("loss"), 10), "{:.4f}", note="mean of the last 10 steps"),
+        _number("loss", _mean_of_last_ten(run.column("loss")), "{:.4f}", note="mean of the last 10 steps"),
         *_validation(run),
         _number("tokens", _sum(run.column("tokens")), "{:,.0f}"),
         _number("training time", _sum(run.column("step_time_s")), "{}", note="without validation", show=_duration),
@@ -102,8 +102,8 @@ def _sum(values: Sequence[float | None]) -> float | None:
     return sum(known) if known else None
 
 
-def _mean_of_last(values: Sequence[float | None], count: int) -> float | None:
-    known = [value for value in values[-count:] if value is not None]
+def _mean_of_last_ten(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values[-10:] if value is not None]
     return sum(known) / len(known) if known else None
 
 

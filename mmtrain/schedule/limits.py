@@ -48,9 +48,3 @@ GROUPS_BY_RANKS = Range(what="passes of works over the ranks, times pipeline ran
 OPTIONS = Range(what="options of one list", least=1, most=256, unit="options")
 THREADS = Range(what="threads of a search", least=1, most=1024, unit="threads")
 FILE_BYTES = Range(what="text of a .json or .json.gz file, unpacked", least=0, most=2**27, unit="bytes")
-
-TABLE = (
-    SECONDS, BYTES, BYTES_PER_S, RANKS, STAGES, VISITS, WORKS_BY_RANKS, GROUPS_BY_RANKS, OPTIONS, THREADS,
-    FILE_BYTES,
-)  # fmt: skip
-"""All ranges, in the order of docs/planner.md."""

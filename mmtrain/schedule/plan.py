@@ -1,16 +1,18 @@
 """A plan: one order of compute actions for each rank, its check, and its text form."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from operator import itemgetter
 
 from mmtrain.errors import PlanError
 from mmtrain.schedule.action import BRAID, COMPUTE, NOT_COMPUTE, Action, Kind
 from mmtrain.schedule.engine import Engine, Run
-from mmtrain.schedule.graph import Need, WorkGraph
+from mmtrain.schedule.graph import WorkGraph
 from mmtrain.schedule.problem import EntryCost, Option, PlanningProblem
+
+_REACH = 5
+"""Actions that an error shows to each side of a step."""
 
 
 @dataclass(frozen=True)
@@ -82,13 +84,6 @@ class Plan:
             self._raise_deadlock(run)
         return run
 
-    def run_order(self) -> Iterator[tuple[int, Action, int, tuple[Need, ...]]]:
-        """(rank, action, work, needs) of all actions in topological order. Raises: PlanError: deadlock."""
-        steps = [itertools.groupby(parts, key=itemgetter(0)) for parts in self.parts]
-        for rank in self.run().ranks:
-            for _, action, work in next(steps[rank])[1]:
-                yield rank, action, work, self.graph.needs(action.kind, action.stage, work)
-
     def _raise_deadlock(self, run: Run) -> None:
         steps = list(map(len, run.starts))
         rank = next(r for r, order in enumerate(self.orders) if steps[r] < len(order))
@@ -133,15 +128,15 @@ def parse_orders(text: str, num_ranks: int) -> tuple[tuple[Action, ...], ...]:
     return tuple(tuple(map(Action.parse, line.split())) for line in lines)
 
 
-def show_steps(orders: Sequence[Sequence[Action]], steps: Mapping[int, int], reach: int = 5) -> str:
+def show_steps(orders: Sequence[Sequence[Action]], steps: Mapping[int, int]) -> str:
     """The orders around one step of each rank, one line a rank, that step between `>>` and `<<`.
 
-    Args: steps: rank -> step to mark, of the ranks to show. reach: actions to each side.
+    Args: steps: rank -> step to mark, of the ranks to show.
     """
     lines = []
     for rank, step in sorted(steps.items()):
         order = orders[rank]
-        low, high = max(0, step - reach), min(len(order), step + reach + 1)
+        low, high = max(0, step - _REACH), min(len(order), step + _REACH + 1)
         shown = [f">>{order[i]}<<" if i == step else str(order[i]) for i in range(low, high)]
         shown = ["..."] * (low > 0) + shown + (["..."] if high < len(order) else ["(end)"] * (step >= len(order)))
         lines.append(f"  rank {rank}: {' '.join(shown)}")

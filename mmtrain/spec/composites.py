@@ -73,7 +73,7 @@ def selected_features(section: EncoderConfig) -> Features:
     Raises: ConfigError: the whole model joins the outputs of several layers.
     """
     source = f"model.encoder.pretrained = {shown(section.pretrained)}"
-    values = _settings("model.encoder", section.pretrained) if section.pretrained else {}
+    values = _settings(section.pretrained) if section.pretrained else {}
     layer = section.feature_layer or values.get("vision_feature_layer", 0)
     if not isinstance(layer, int):
         raise ConfigError(
@@ -115,9 +115,9 @@ def projector_act(section: ProjectorConfig) -> str:
     return str(act)
 
 
-def _settings(where: str, source: str) -> dict[str, Any]:
+def _settings(source: str) -> dict[str, Any]:
     """The settings of a whole model that join its parts; empty: the folder is not of a whole model."""
-    values = _read(where, source)
+    values = _read("model.encoder", source)
     composite = COMPOSITES.get(str(values.get("model_type")))
     return {key: values.get(key, default) for key, default in composite.defaults.items()} if composite else {}
 

@@ -47,12 +47,12 @@ def weight_files(key: str, source: str, stem: str = "model", instead: str = "") 
     return dict.fromkeys(header(key, single), single.name)
 
 
-def check_weight_files(key: str, source: str, stem: str = "model", instead: str = "") -> Shapes:
+def check_weight_files(key: str, source: str, stem: str = "model") -> Shapes:
     """The tensors of all files of a local source, of which none is missing or damaged as far as headers and sizes tell.
 
     Raises: ConfigError: as `weight_files` and `header`.
     """
-    files = weight_files(key, source, stem, instead)
+    files = weight_files(key, source, stem)
     shapes: dict[str, tuple[int, ...]] = {}
     for file in dict.fromkeys(files.values()):
         path = find_file(key, source, file)

@@ -8,7 +8,7 @@ from benchmarks import context_split
 from mmtrain.errors import DataError
 from mmtrain.modality.bitfield import allowed, language_bits, segment_bits, visible_keys
 from mmtrain.modality.metadata import DocumentMeta, MicrobatchMeta
-from mmtrain.modality.token_split import attended_pairs, block_work, longest_first, split_tokens
+from mmtrain.modality.token_split import block_work, longest_first, split_tokens
 from tests.data.masks import KINDS, example, microbatches, words
 from tests.examples import examples
 
@@ -50,7 +50,7 @@ def test_each_rank_has_a_place_of_the_shortest_sequences(policy):
 def test_mirrored_pieces():
     assert [part.tolist() for part in split_tokens(causal(8), 2, "causal", 128)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
     assert [part.tolist() for part in split_tokens(causal(5), 2, "causal", 128)] == [[0, 3, 4], [1, 2]]
-    assert attended_pairs(causal(64), split_tokens(causal(64), 4, "causal", 128)).tolist() == [520] * 4
+    assert context_split.attended_pairs(causal(64), split_tokens(causal(64), 4, "causal", 128)).tolist() == [520] * 4
 
 
 def test_balanced_takes_the_longest_block_first():
@@ -92,7 +92,7 @@ def test_work_of_blocks(kind, data):
 @given(bits=words(), data=st.data())
 def test_pairs_of_ranks_add_up(bits, data):
     parts = split_tokens(bits, data.draw(st.integers(1, len(bits))), "balanced", 4)
-    pairs = attended_pairs(bits, parts)
+    pairs = context_split.attended_pairs(bits, parts)
     np.testing.assert_array_equal(pairs, [dense(bits)[part].sum() for part in parts])
     assert pairs.sum() == visible_keys(bits).number.sum()
 
@@ -112,7 +112,7 @@ def test_balanced_is_more_even_than_mirrored_pieces_where_documents_are_packed()
     bits = language_bits(example(scale=64), "image_bidirectional")
     spread = {}
     for policy in ("causal", "balanced"):
-        pairs = attended_pairs(bits, split_tokens(bits, 4, policy, 32))
+        pairs = context_split.attended_pairs(bits, split_tokens(bits, 4, policy, 32))
         spread[policy] = pairs.max() / pairs.mean()
     assert spread["balanced"] < 1.05 < 1.2 < spread["causal"]
 

@@ -151,7 +151,10 @@ def test_every_action_starts_when_its_rank_and_the_needs_of_the_graph_let_it(
     times = {row.action: (row.start_s, row.end_s) for row in simulate(problem, plan).rows}
     end: dict[tuple[object, int, int], float] = {}
     free = [0.0] * problem.graph.num_ranks
-    for rank, action, work, needs in plan.run_order():
+    steps = [zip(order, works, strict=True) for order, works in zip(plan.orders, plan.works, strict=True)]
+    for rank in plan.run().ranks:
+        action, work = next(steps[rank])
+        needs = problem.graph.needs(action.kind, action.stage, work)
         arrivals = [end[result] + (problem.transfer_s(edge) if edge else 0.0) for result, edge in needs]
         start = max(free[rank], *arrivals, 0.0)
         stop = start + plan.option(problem, action.stage, work).duration_s(action.kind)

@@ -261,31 +261,3 @@ def _check_operator(index: int, op: Operator, num_tensors: int) -> None:
         raise PlanError(f"{where} computes, but this device only moves bytes; put it on gpu or cpu")
     if op.launches < 0:
         raise PlanError(f"{where} has launches = {op.launches}; it must be at least 0")
-
-
-def unfold(graph: Graph, ranks: int) -> Graph:
-    """The graph of `ranks` equal ranks, of which `graph` describes rank 0; its simulation gives the same times.
-
-    A collective waits for its inputs on all ranks and ends on all links at the same time. Operator i of rank r has the
-    index `i * ranks + r`.
-    Raises: PlanError: the graph has operators of other ranks than 0.
-    """
-    if any(op.device.rank for op in graph.operators):
-        raise PlanError("a graph of several ranks cannot be unfolded; describe rank 0 alone")
-    operators = [
-        replace(
-            op,
-            device=replace(op.device, rank=rank),
-            inputs=tuple(
-                tensor * ranks + source_rank
-                for tensor in op.inputs
-                for source_rank in (range(ranks) if op.kind.is_collective else (rank,))
-            ),
-            outputs=tuple(tensor * ranks + rank for tensor in op.outputs),
-        )
-        for op in graph.operators
-        for rank in range(ranks)
-    ]
-    tensors = [replace(tensor, rank=rank) for tensor in graph.tensors for rank in range(ranks)]
-    edges = {(a * ranks + rank, b * ranks + rank) for a, b in graph.edges for rank in range(ranks)}
-    return Graph(operators=tuple(operators), tensors=tuple(tensors), edges=frozenset(edges))

@@ -7,13 +7,14 @@ A profile has the rates of the vendor's data sheet, and the fraction of them tha
 import dataclasses
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from mmtrain.config.toml_sections import shown
+from mmtrain.config.toml_sections import merged_tables, shown
 from mmtrain.config.toml_text import read_toml
 from mmtrain.costs.operators.graph import DeviceKind, OpKind, Phase
 from mmtrain.costs.overheads import NO_OVERHEADS, Overheads
@@ -120,6 +121,13 @@ def hardware_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in FOLDER.glob("*.toml") if path.stem != "defaults"))
 
 
+def hardware_of_device(device_name: str) -> Hardware | None:
+    """The profile whose name is a word of a device's name, such as "NVIDIA H100 80GB HBM3"; None: it is unknown."""
+    words = re.findall(r"\w+", device_name.lower())
+    name = next((name for name in hardware_names() if name in words), None)
+    return load_hardware(name) if name else None
+
+
 def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
     if path in chain:
         raise ConfigError(f"{path.name}: `extends` goes in a circle: {' -> '.join(p.name for p in (*chain, path))}")
@@ -136,15 +144,7 @@ def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError(
             f"{path}: extends = {base!r}; name a profile in the same folder, or one that comes with mmtrain"
         )
-    return _merge(_read(base_path, (*chain, path)), table)
-
-
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in over.items():
-        nested = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if nested else value
-    return merged
+    return merged_tables(_read(base_path, (*chain, path)), table)
 
 
 def _hardware(table: dict[str, Any], path: Path) -> Hardware:

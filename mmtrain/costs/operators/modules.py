@@ -198,11 +198,6 @@ def activation(name: str, function: str) -> Elementwise:
     return Elementwise(name, forward, backward, launches, backward_launches)
 
 
-def multiply(name: str, first: Var, second: Var) -> Var:
-    """The product of two activations, element by element."""
-    return Elementwise(name, forward=3.0, backward=5.0).of((first, second))
-
-
 @dataclass(frozen=True, slots=True)
 class AddRow:
     """x plus a row of a table of `count` numbers: positions and a class token, or one bias for all rows."""

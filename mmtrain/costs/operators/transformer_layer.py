@@ -18,7 +18,6 @@ from mmtrain.costs.operators.modules import (
     Embedding,
     Norm,
     activation,
-    multiply,
 )
 from mmtrain.costs.operators.tape import Tape, Var
 from mmtrain.families.shapes import WINDOWED, LanguageShape, VisionShape
@@ -113,7 +112,7 @@ class TransformerLayer(LayerBuilder):
         columns = [self._columns(name, x, D, I, bias=bias) for name in self._names(2)]
         inner = activation("mlp.activation", shape.hidden_act)(columns[0])
         if len(columns) > 1:
-            inner = multiply("mlp.gated", inner, columns[1])
+            inner = Elementwise("mlp.gated", forward=3.0, backward=5.0).of((inner, columns[1]))
         return self._rows(self._names(3)[0], inner, I, D, bias=bias)
 
     def _names(self, position: int) -> list[str]:

@@ -7,9 +7,9 @@ that without the image a uniform guess is optimal.
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from mmtrain.data.toy.chart_drawing import KINDS, MAX_VALUE, Chart, Kind
+from mmtrain.data.toy.decks import Decks
 from mmtrain.data.toy.folder import COLOURS
 
 GRADES = ("easy", "medium", "hard", "text")
@@ -25,7 +25,6 @@ _NAMES = tuple(COLOURS)
 _COUNTS = (2, 3, 4, 5, 6)
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
 _MARKS = {"bar": "bar", "line": "point", "pie": "slice"}
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +55,7 @@ class ConversationMaker:
 
     def __init__(self, seed: str) -> None:
         self._random = random.Random(seed)
-        self._decks: dict[str, list[object]] = {}
+        self._draw = Decks(self._random).draw
         self._makers: dict[str, tuple[Callable[[], Conversation], ...]] = {
             "easy": (self._kind, self._colour, self._count, self._kind_then_count),
             "medium": (
@@ -84,14 +83,6 @@ class ConversationMaker:
         return self._makers[grade][index]()
 
     # ------------------------------------------------------------------------------------ random parts
-
-    def _draw(self, deck: str, choices: Sequence[_T]) -> _T:
-        """The next card of a deck that contains each choice once and is refilled when empty."""
-        cards = self._decks.setdefault(deck, [])
-        if not cards:
-            cards.extend(choices)
-            self._random.shuffle(cards)
-        return cards.pop()  # type: ignore[return-value]
 
     def _size(self, largest: int = LARGEST_SIDE) -> tuple[int, int]:
         return self._random.randint(SMALLEST_SIDE, largest), self._random.randint(SMALLEST_SIDE, largest)

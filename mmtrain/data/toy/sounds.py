@@ -5,7 +5,7 @@ with the splits `train` and `validation`, and a data set card.
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image
 
 from mmtrain.data.sounds import wav_bytes
+from mmtrain.data.toy.decks import Decks
 from mmtrain.data.toy.folder import COLOURS, MESSAGES, DataSet, Summary, card_head, image_value
 
 RATE = 16_000
@@ -81,22 +82,12 @@ class SampleMaker:
 
     def __init__(self, seed: str) -> None:
         self._random = random.Random(seed)
-        self._decks: dict[str, list[Any]] = {}
+        self._draw = Decks(self._random).draw
 
     def __call__(self) -> Sample:
         """The next sample."""
         makers = (self._count, self._pitch, self._trend, self._colour, self._side, self._side)
-        make: Any = self._draw("question", makers)
-        sample: Sample = make()
-        return sample
-
-    def _draw(self, deck: str, choices: Sequence[Any]) -> Any:
-        """The next card of a deck that contains each choice once and is refilled when empty."""
-        cards = self._decks.setdefault(deck, [])
-        if not cards:
-            cards.extend(choices)
-            self._random.shuffle(cards)
-        return cards.pop()
+        return self._draw("question", makers)()
 
     def _heard(self, *tones: tuple[float, float, float]) -> Heard:
         """A sound of tones (seconds, first and last hertz) with gaps of random length between them."""

@@ -12,6 +12,9 @@ from mmtrain.schedule.view.drawing import PAPER, Box, Drawing, headline, layout,
 
 _FILL = {Kind.F: "-", Kind.B: "=", Kind.I: "~", Kind.W: ":"}
 
+_WIDTH = 1600
+"""Of an SVG document, and of a PNG file unless it is given."""
+
 
 def text(timeline: Timeline, width: int = 120) -> str:
     """The timeline as a grid of characters, time to the right, in one or several bands of `width` columns.
@@ -62,12 +65,12 @@ def _letters(timeline: Timeline) -> dict[str, str]:
     return letters
 
 
-def svg(timeline: Timeline | Mapping[str, Timeline], *, width: int = 1600, title: str = "") -> str:
+def svg(timeline: Timeline | Mapping[str, Timeline], *, title: str = "") -> str:
     """The drawing of a timeline as an SVG document; each action has a tooltip with its name and times.
 
     Args: timeline: one, or several by name, which are drawn below each other at one scale. title: of a single one.
     """
-    return document(_drawing(timeline, width, title))
+    return document(_drawing(timeline, _WIDTH, title))
 
 
 def document(drawing: Drawing) -> str:
@@ -97,7 +100,7 @@ def _drawing(timeline: Timeline | Mapping[str, Timeline], width: int, title: str
     return stacked(timeline, width=width)
 
 
-def png(timeline: Timeline | Mapping[str, Timeline], *, width: int = 1600, title: str = "", scale: int = 2) -> bytes:
+def png(timeline: Timeline | Mapping[str, Timeline], *, width: int = _WIDTH, title: str = "", scale: int = 2) -> bytes:
     """The drawing of a timeline as a PNG file of `scale` x `width` pixels across. Arguments as of `svg`."""
     return painted(_drawing(timeline, width, title), scale)
 

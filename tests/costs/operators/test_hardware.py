@@ -1,11 +1,11 @@
 import pytest
 
 from mmtrain.costs.operators.graph import DeviceKind, OpKind, Phase
-from mmtrain.costs.operators.hardware import hardware_names, load_hardware
+from mmtrain.costs.operators.hardware import hardware_names, hardware_of_device, load_hardware
 from mmtrain.errors import ConfigError
 from mmtrain.schedule.option import Load
 
-NAMES = ("a100", "a40", "a800", "cpu", "h100", "h20", "h200", "h800")
+NAMES = ("a100", "a40", "a800", "b200", "cpu", "h100", "h20", "h200", "h800")
 
 
 def test_all_profiles_can_be_read() -> None:
@@ -26,6 +26,23 @@ def test_a_profile_takes_over_what_it_extends() -> None:
     assert h800.efficiency_of(OpKind.ATTENTION, Phase.BACKWARD_INPUT).memory == 0.85
     assert h800.efficiency_of(OpKind.ATTENTION, Phase.FORWARD).compute == 0.5
     assert h800.efficiency_of(OpKind.EMBEDDING, Phase.FORWARD).compute == 1.0
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_a_device_is_known_by_a_word_of_its_name(device: str, name: str | None) -> None:
+    hardware = hardware_of_device(device)
+    assert (hardware.name if hardware else None) == name
 
 
 def test_numbers_have_the_width_that_they_are_computed_in() -> None:

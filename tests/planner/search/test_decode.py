@@ -4,6 +4,7 @@ import math
 import random
 from dataclasses import replace
 
+import numba
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 
 from mmtrain.planner.search.evaluate import anneal, evaluate, start_chain
 from mmtrain.planner.search.instance import Searched
-from mmtrain.planner.search.kernels.arrays import GROUP, Chain, Decoder, F
+from mmtrain.planner.search.kernels.arrays import GROUP, KIND, B, Chain, Decoder, F, W
+from mmtrain.planner.search.kernels.decode import _block_s
 from mmtrain.planner.search.orders import Order, by_component, component_orders, order_of
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.graph import ModuleStages, Work
@@ -286,6 +288,33 @@ def exchanges_of_vision(num_ranks: int = 4, count: int = 16) -> PlanningProblem:
         output_bytes=[[0.0] * half] * len(works),
         p2p=P2P(latency_s=0.01, bytes_per_s=1e9),
     )
+
+
+@numba.njit
+def block_s(load, forward, backward, kind):  # type: ignore[no-untyped-def]
+    return _block_s(load, forward, backward, kind)
+
+
+@st.composite
+def options_in_blocks(draw: st.DrawFn) -> Option:
+    forward_s, forward_exchange_s, input_s, input_exchange_s, weight_s, split_s, host_s = draw(
+        st.lists(st.floats(0, 1e3), min_size=7, max_size=7)
+    )
+    return replace(
+        units((forward_s, forward_exchange_s, input_s, input_exchange_s, weight_s), 1.0)[0],
+        split_s=split_s,
+        host_s=host_s,
+        contention=draw(st.floats(0, 1)),
+    )
+
+
+@given(forward=options_in_blocks(), backward=options_in_blocks())
+def test_the_kernel_gives_a_block_the_seconds_of_its_load(forward: Option, backward: Option) -> None:
+    p = Searched.of(two_modules(1, [1], vision=forward, language=backward)).arrays
+    vision, language = (int(p.first[kind]) for kind in p.node[:, KIND])
+    for kind in (Kind.B, Kind.W):
+        found = block_s(p.load, vision, language, W if kind is Kind.W else B)
+        assert found == forward.load(Kind.F).together(backward.load(kind)).seconds
 
 
 def test_a_block_takes_the_backward_that_saves_most_for_what_it_usually_saves() -> None:
