@@ -233,6 +233,22 @@ def test_bad_input_is_one_line(capsys, words, message):
     assert message in refused(capsys, *words)
 
 
+def test_a_recipe_is_written_beside(capsys, tmp_path):
+    """Where nothing is searched, one of FlexPipe's types is the fastest schedule of a deep chain."""
+    out = tmp_path / "best.toml"
+    changes = ["--training.global_batch_size=32", "--model.language.config.num_hidden_layers=16"]
+    changes += ["--planner.enable=false", "--parallelism.pipeline_parallel_degree=4"]
+    words = ["--config", "debug_text.toml", "--cluster", "h100x4", "--iterations", "1", "--schedules", "1F1B"]
+    assert main(["tune", *words, *changes, "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert f"written to {out} and {tmp_path / 'best_schedule.py'}" in shown
+    assert main(shown.partition("the same iterations: mmtrain ")[2].split()) == 0
+    seconds = out.read_text().removeprefix("# ").partition(" s an iteration")[0]
+    assert capsys.readouterr().out.partition("best_schedule.py")[2].split()[0] == seconds
+    out.unlink()
+    assert "best_schedule.py exists" in refused(capsys, "--cluster", "h100x4", "--out", f"{tmp_path}/best.toml")
+
+
 def test_a_file_that_exists_is_kept(capsys, tmp_path):
     out = tmp_path / "best.toml"
     out.write_text("mine")
