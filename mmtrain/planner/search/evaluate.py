@@ -8,8 +8,8 @@ import numpy as np
 from mmtrain.planner.search.instance import Searched
 from mmtrain.planner.search.kernels.anneal import ANNEAL, CHOOSE, COST, EVALUATE, JOIN, run
 from mmtrain.planner.search.kernels.arrays import Chain, Decoder, Workspace
-from mmtrain.planner.search.numba_start import load_numba
 from mmtrain.planner.search.orders import Order, inverse
+from mmtrain.schedule.numba_start import load_numba
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
 

@@ -17,9 +17,9 @@ from mmtrain.planner.search.chains import Start
 from mmtrain.planner.search.evaluate import LAST_ITERATIONS, cost_of, evaluate, join
 from mmtrain.planner.search.instance import NO_DRAWS, Searched
 from mmtrain.planner.search.kernels.arrays import RANK, SPLITS, Decoder, Workspace
-from mmtrain.planner.search.numba_start import load_numba
 from mmtrain.planner.search.orders import Order, by_component, component_orders
 from mmtrain.planner.search.search_options import CHAINS, SearchOptions
+from mmtrain.schedule.numba_start import load_numba
 from mmtrain.schedule.passes.braid import braid
 from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.problem import PlanningProblem

@@ -99,6 +99,8 @@ class Bound:
                 raise RecipeError(f"Recipe.overrides[{key}] names a rank; use 0 .. {self.graph.num_ranks - 1}")
 
     def _rule_of_rank(self, rank: int) -> Recipe:
+        if not self.recipe.overrides:
+            return self.recipe
         stages = self.shared.stages[rank]
         modules = sorted({self.graph.modules[self.graph.module_of[stage]].name for stage in stages})
         for module in modules if len(modules) > 1 else ():

@@ -7,6 +7,7 @@ interval but with circular placement and then P, units of 1, and V in both direc
 import itertools
 from collections.abc import Iterator, Mapping
 
+from mmtrain.schedule.graph import ModuleStages, Work, WorkGraph
 from mmtrain.schedule.recipe.language import First, Placement, Recipe, Shape, Traversal
 
 CHUNKS = 2
@@ -44,6 +45,21 @@ def flexpipe_types(num_ranks: int) -> Iterator[tuple[str, Recipe]]:
                 clock="lockstep",
             )
             yield f"{name}, {first}, {_name(forward)}, {_name(backward)}", recipe
+
+
+def graph_of(recipe: Recipe, num_ranks: int, num_microbatches: int) -> WorkGraph:
+    """The chain of a type, or both chains, which take turns with the microbatches; every stage has a backward."""
+    ways = WAYS if len(recipe.placements) > 1 else WAYS[:1]
+    ranks = [recipe.placement_of(way).stage_ranks(num_ranks) for way in ways]
+    count = len(ranks[0])
+    modules = (ModuleStages(name=way, stages=tuple(range(i * count, (i + 1) * count))) for i, way in enumerate(ways))
+    return WorkGraph(
+        num_ranks=num_ranks,
+        modules=tuple(modules),
+        stage_rank=tuple(itertools.chain(*ranks)),
+        works=tuple(Work(module=m % len(ways), microbatch=m, sub_microbatch=0) for m in range(num_microbatches)),
+        backward=((True,) * count,) * num_microbatches,
+    )
 
 
 def _both_ways(down: Placement, num_ranks: int) -> Mapping[str, Placement | Shape]:

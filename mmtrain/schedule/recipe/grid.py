@@ -1,6 +1,6 @@
 """Many recipes on one problem: makespan and peaks of each without a `Plan`.
 
-The compiled kernel runs each recipe, about 1.5 us an action; only finalists become plans.
+The compiled kernel runs each recipe, 1.0 to 1.5 us an action with all that is around it; only finalists become plans.
 """
 
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ class RecipeGrid:
     def score(self, recipe: Recipe) -> Score:
         """The score of a recipe.
 
-        One with functions or with `separate_gradients` has to be planned and simulated, at about 20 times the cost.
+        One with functions or with `separate_gradients` has to be planned and simulated, at 20 times the cost.
 
         Raises: PlanError: as `policy.plan_of`, but not where a recipe without functions gets stuck.
         """

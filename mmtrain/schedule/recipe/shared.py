@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from mmtrain.schedule.action import Kind
 from mmtrain.schedule.library.list_schedule import widest
 from mmtrain.schedule.library.memory import Memory, choose_options, components
 from mmtrain.schedule.library.one_f_one_b import module_order
@@ -41,16 +40,15 @@ class Shared:
     @cached_property
     def age(self) -> list[int]:
         """[item of F or B] -> position in its slot, oldest component first; B of the last stage first."""
-        graph, items = self.graph, self.items
-        keys: list[tuple[int, ...]] = [()] * (2 * items.num_nodes)
-        for position, (stage, work) in enumerate(graph.nodes()):
-            for slot, (kind, sign) in enumerate(((Kind.F, 1), (Kind.B, -1))):
-                age = (slot, self.component[work], graph.works[work].microbatch, sign * position)
-                keys[items.item(kind, stage, work)] = age
-        ages = [0] * len(keys)
-        for position, item in enumerate(sorted(range(len(keys)), key=keys.__getitem__)):
-            ages[item] = position
-        return ages
+        graph, items, age = self.graph, self.items, [0] * (2 * self.items.num_nodes)
+        nodes = [items.first[work] + graph.position[stage] for stage, work in graph.nodes()]
+        group = [(self.component[work], graph.works[work].microbatch) for work in items.work]
+        for position, node in enumerate(sorted(nodes, key=group.__getitem__)):
+            age[node] = position
+        nodes.reverse()
+        for position, node in enumerate(sorted(nodes, key=group.__getitem__), items.num_nodes):
+            age[items.num_nodes + node] = position
+        return age
 
     def settled(self, *, memory: bool, splits: Sequence[bool]) -> "Settled":
         """The options and splits of all nodes; the same object for equal arguments.
