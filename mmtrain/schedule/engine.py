@@ -7,12 +7,12 @@ available on its own rank at once and on another rank after its transfer; transf
 orders in the order of time: a `Policy` says what an idle rank starts. Policies are
 
 - `table`: queues, turns and in-flight limits, in unit time (1F1B and what follows from it);
-- `library.greedy`: two queues a rank that alternate, within memory limits;
-- `library.list_schedule`: rules by cost, within memory limits.
+- `library.list_schedule`: rules by cost, within memory limits;
+- `recipe.ranks`: the words of a recipe, within limits of what is in flight or of memory; `interleave` is a recipe.
 
-`library.memory` decides what memory limits admit. `library.controllable_memory` and `passes.separate` have loops of
-their own around `Engine.start`. Two kernels repeat the rule, as numba compiles them: `recipe.kernel` and
-`planner.search.kernels.decode`.
+`library.memory` decides what limits admit. `library.controllable_memory` and `passes.separate` have loops of their own
+around `Engine.start`. Two kernels repeat the rule for numba, on arrays, and are tested against the loops here:
+`recipe.kernel` and `planner.search.kernels.decode`.
 """
 
 import heapq

@@ -172,10 +172,6 @@ class Memory:
         """What a pool may hold."""
         return self._limit[pool]
 
-    def is_full(self, pool: int) -> bool:
-        """Whether a pool holds all that it may."""
-        return self._total[pool] + 1e-9 >= self._limit[pool]
-
     def fits(self, node: int) -> bool:
         """Whether a forward may start now and keep the guarantee."""
         pool = self._pool[node]

@@ -50,10 +50,10 @@ class Ranks(Policy):
         self._sets: list[frozenset[Action]] = [frozenset() for _ in ranks]
         """[rank] -> what it has started."""
         self._now = 0.0
-        for item in sorted(range(2 * items.num_nodes), key=self._age.__getitem__):
-            side = self._side(item)
-            if side.wait and self.seconds[item] is not None:
-                side.remaining[side.position[items.stage[item % items.num_nodes]]].append(item)
+        if any(side.wait for sides in self._sides for side in sides):
+            for item in sorted(range(2 * items.num_nodes), key=self._age.__getitem__):
+                if self.seconds[item] is not None:
+                    self._side(item).add(items.stage[item % items.num_nodes], item)
 
     # -------------------------------------------------------------------------------------------- events
 
@@ -261,6 +261,11 @@ class _Side:
         self.remaining: list[list[int]] = [[] for _ in self.ready]
         """[position] -> items that have not started, the oldest first, where the traversal waits for them."""
         self._cursor = self._served = 0
+
+    def add(self, stage: int, item: int) -> None:
+        """An item that remains, the oldest first."""
+        if self.wait:
+            self.remaining[self.position[stage]].append(item)
 
     def queue(self, stage: int) -> list[int]:
         """The ready items of a stage, or those of all stages if they are at one position."""
