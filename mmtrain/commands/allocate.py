@@ -24,8 +24,8 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         usage="mmtrain allocate [-h] --config CONFIG --gpus N [options] [--section.key=value ...]",
         description="Which degrees of parallelism, and which pipeline ranks of each module, make a job fastest on N "
         "GPUs (Entrain's algorithms 2 and 3): how many samples show the ratio of the modules' work, candidates by "
-        "simulated seconds with the GiB of the most loaded rank, and the fastest one as TOML. `mmtrain tune` finds cut, "
-        "memory and schedule, too. Trains nothing. Any --section.key=value overrides the file.",
+        "simulated seconds with the GiB of the most loaded rank, and the fastest one as TOML. `mmtrain tune` finds "
+        "cut, memory and schedule, too. Trains nothing. Any --section.key=value overrides the file.",
     )
     parser.add_argument("--config", required=True, help="TOML file; a bare name is looked up in configs/")
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="all of them are used")
