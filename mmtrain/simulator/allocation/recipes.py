@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from mmtrain.errors import PlanError
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.recipe.files import text_of
 from mmtrain.schedule.recipe.flexpipe_types import flexpipe_types
@@ -29,7 +30,10 @@ def best_recipes(
         if problem is None:
             continue
         grid = RecipeGrid(problem, compiled=False)
-        scores = {name: grid.score(recipe) for name, recipe in types}
+        try:
+            scores = {name: grid.score(recipe) for name, recipe in types}
+        except PlanError:  # one microbatch alone exceeds the memory limit, whatever the recipe
+            continue
         ran = [(name, recipe) for name, recipe in types if not scores[name].stuck]
         for name, recipe in sorted(ran, key=lambda one: (scores[one[0]].makespan_s, one[0]))[:number]:
             yield _written(folder, name, recipe)
