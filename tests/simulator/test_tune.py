@@ -256,6 +256,16 @@ def test_a_file_that_exists_is_kept(capsys, tmp_path):
     assert out.read_text() == "mine"
 
 
+def test_what_is_not_the_same_for_all_rows_is_said(capsys):
+    words = ["--config", "debug_text.toml", "--cluster", "h100x2", "--iterations", "1", "--keep", "9"]
+    job = config.load("debug_text.toml")
+    tokens, batch = job.training.seq_len, 512
+    assert main(["tune", *words, f"--training.global_batch_size={batch}", "--tokens", f"{2 * tokens}"]) == 0
+    shown = capsys.readouterr().out
+    assert "note: rows with another training.seq_len read other batches" in shown
+    assert "note: 256 of 512 microbatches of a step are simulated, those of the replicas with most work" in shown
+
+
 def test_a_batch_that_no_replicas_divide_is_counted(capsys):
     words = [
         "--config",

@@ -26,6 +26,7 @@ def table(tuned: Tuned) -> str:
         lines.append(f"the job itself does not run: {tuned.own.problem}")
     if tuned.refused:
         lines += ["", *(f"{count} refused: {why}" for why, count in tuned.refused)]
+    lines += [f"note: {note}" for note in _notes(tuned)]
     return "\n".join(lines) + "\n"
 
 
@@ -54,6 +55,18 @@ def _flat(table: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[s
             yield from _flat(value, (*path, key))
         else:
             yield ".".join((*path, key)), value
+
+
+def _notes(tuned: Tuned) -> Iterator[str]:
+    """What is not the same for all rows, or not the whole."""
+    training, key = tuned.config.training, "training.seq_len"
+    if any(key in one.candidate.difference(tuned.config) for one in tuned.rows):
+        yield f"rows with another {key} read other batches, with as many tokens a step (--tokens)"
+    if training.global_batch_size > tuned.effort.num_microbatches:
+        yield (
+            f"{tuned.effort.num_microbatches} of {training.global_batch_size} microbatches of a step are simulated, "
+            "those of the replicas with most work"
+        )
 
 
 def _cells(one: Judged, tuned: Tuned) -> tuple[str, ...]:
