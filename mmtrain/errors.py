@@ -16,9 +16,9 @@ class ConfigError(MMTrainError):
 class MemoryLimitError(ConfigError):
     """A memory limit that leaves a pipeline rank nothing for activations."""
 
-    def __init__(self, pp_rank: int, missing_bytes: float, message: str) -> None:
+    def __init__(self, message: str, pp_rank: int = 0, missing_bytes: float = 0.0) -> None:
         """Args: pp_rank: the first such rank. missing_bytes: what it takes without activations beyond the limit."""
-        super().__init__(message)
+        super().__init__(message)  # which a process that unpickles it calls again, with the message alone
         self.pp_rank, self.missing_bytes = pp_rank, missing_bytes
 
 

@@ -1,5 +1,6 @@
 """What ranks say of each other once a collective has failed; the ranks are threads with one store."""
 
+import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from mmtrain import errors
 from mmtrain.errors import DataError, MMTrainError, RankLostError
 from mmtrain.parallel import roll_call
 from mmtrain.parallel.meeting import Patience
@@ -110,3 +112,11 @@ def test_a_store_that_hangs_is_given_up(monkeypatch):
     monkeypatch.setattr(roll_call, "_LEAST_PATIENCE_S", 0.1)
     assert "store does not answer" in str(call.reason("rank 0 waited"))
     store.ended.set()
+
+
+def test_each_error_is_made_of_its_text_alone_as_another_process_does():
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, MMTrainError)]
+    assert len(kinds) > 5
+    for kind in kinds:
+        again = pickle.loads(pickle.dumps(kind("why")))
+        assert type(again) is kind and str(again) == str(kind("why")) == "why"

@@ -126,11 +126,11 @@ class MemoryBudget:
                 )
                 cells = ", ".join(map(" ".join, zip(_COLUMNS[1:-1], rank.cells[1:-1], strict=True)))
                 raise MemoryLimitError(
-                    rank.pp_rank,
-                    rank.state.reduced_bytes - available,
                     f'planner.memory_limit = "{self.amount.text if self.amount else ""}" {what} (GiB: {cells}); '
                     "raise it, lower planner.memory_margin, or raise parallelism.pipeline_parallel_degree, "
                     "tensor_parallel_degree or data_parallel_shard_degree",
+                    rank.pp_rank,
+                    rank.state.reduced_bytes - available,
                 )
 
     def table(self) -> str:

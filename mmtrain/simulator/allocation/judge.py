@@ -1,7 +1,7 @@
 """What candidates take: simulated seconds of iterations, and memory of the most loaded rank, on the same steps. Pure.
 
 A step waits for the slowest of all its replicas. Where not all are simulated, those with most work are, and what is
-left out of the heaviest is in proportion to its work.
+left out of the heaviest one takes what its work takes in a full pipeline.
 """
 
 import math
@@ -19,6 +19,7 @@ from mmtrain.planner.assignment.sample_costs import SamplePricer
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.search_settings import PLANNED
 from mmtrain.schedule.problem import PlanningProblem
+from mmtrain.schedule.timeline import Timeline
 from mmtrain.simulator.allocation.candidate import Candidate
 from mmtrain.simulator.steps import Step, divided
 from mmtrain.simulator.study import ScheduledJob
@@ -151,10 +152,9 @@ class Judge:
         heaviest = sorted(range(dp), key=lambda replica: (-work[replica], replica))
         chosen = heaviest[: max(1, effort.num_microbatches // count)]
         metas = [IterationMeta(microbatches=replicas[replica].microbatches[:shown]) for replica in chosen]
-        iteration, _ = job.simulate(metas, seed=self.seed, step=index)
+        iteration, slowest = job.simulate(metas, seed=self.seed, step=index)
         rest = work[heaviest[0]] / self._work(metas[0]) - 1
-        steady_s = iteration.pipeline_s * shown / (shown + job.config.parallelism.pipeline_parallel_degree - 1)
-        return iteration, iteration.iteration_s + rest * steady_s
+        return iteration, iteration.iteration_s + rest * _steady_s(iteration, slowest, shown)
 
     def _work(self, replica: IterationMeta) -> float:
         """Seconds of the work of all its microbatches, in any unit."""
@@ -166,6 +166,13 @@ class Judge:
     @cached_property
     def _pricer(self) -> SamplePricer:
         return SamplePricer.of(self.config)
+
+
+def _steady_s(iteration: SimulatedIteration, slowest: Timeline, num_microbatches: int) -> float:
+    """Seconds that as many microbatches take once the pipeline is full: those of its busiest rank, or those without one
+    filling and draining, if that is more."""
+    num_ranks = len(slowest.busy_s)
+    return max(*slowest.busy_s, iteration.pipeline_s * num_microbatches / (num_microbatches + num_ranks - 1))
 
 
 def _with_effort(job: ScheduledJob, effort: Effort) -> ScheduledJob:

@@ -3,7 +3,7 @@ halving, judged by the simulator. Pure.
 
 1. All degrees that fit, with the partition's rule and a first plan, on the first microbatches of one step; the better
    half of them also with blocks.
-2. The best of those with short searches.
+2. The best of those with searches of these microbatches.
 3. For the best of those, other values of each axis, one at a time; the ones that help, together; and a searched
    partition.
 4. The best few as the job would run: whole steps, all replicas, the search of the job.
@@ -33,7 +33,7 @@ from mmtrain.simulator.allocation.space import Space
 SECOND, THIRD = 8, 3
 """Candidates that are looked at closer, and those whose other values are tried."""
 FIRST_LOOK = Effort(num_microbatches=16, evaluations=0)
-SECOND_LOOK = Effort(num_microbatches=16, evaluations=20)
+OF_CUT_AND_SEARCH = {"planner.partition", "planner.interleave"}
 HELPS = 0.005
 """Part of the seconds that another value has to save."""
 
@@ -76,14 +76,16 @@ class Tuner:
     """Called before each candidate with the name of the look."""
 
     def __post_init__(self) -> None:
+        # Fewer evaluations than the last look's would favour schedules that nothing is searched for.
+        self._second_look = Effort(num_microbatches=FIRST_LOOK.num_microbatches, evaluations=self.effort.evaluations)
         self._tried: dict[Candidate, str] = {}
         """Candidate -> why it does not run; empty if it does."""
 
     def run(self) -> Tuned:
         """The best candidates. Raises: ConfigError: nothing runs; with what comes closest."""
-        second = self._best([self._look(one.candidate, SECOND_LOOK, "short searches") for one in self._first()])
-        third = [self._improved(one) for one in second[:THIRD]]
-        finalists = self._of_degrees([*second, *third, *map(self._cut, third)])[: self.keep]
+        second = self._best([self._look(one.candidate, self._second_look, "searches") for one in self._first()])
+        third = [look for one in second[:THIRD] for look in self._improved(one)]
+        finalists = self._of_degrees([*second, *third])[: self.keep]
         config = self.space.config
         rows = ordered([self._look(one.candidate, self.effort, "whole steps") for one in finalists], config)
         own = None
@@ -111,8 +113,9 @@ class Tuner:
                 runs.append(self._look(braided, FIRST_LOOK, "blocks"))
         return self._of_degrees(runs)[:SECOND]
 
-    def _improved(self, one: Judged) -> Judged:
-        """A candidate with those other values that help, the most helpful of each axis; itself if none do."""
+    def _improved(self, one: Judged) -> list[Judged]:
+        """A candidate with those other values that help, the most helpful of each axis, one after the other; and with
+        a searched partition and the helpful values that leave cut and search alone."""
         begin = self._look(one.candidate, FIRST_LOOK, "other settings")
         helps: dict[str, Judged] = {}
         values_of: dict[Candidate, Mapping[str, Any]] = {}
@@ -121,12 +124,15 @@ class Tuner:
             values_of[look.candidate] = values
             if look.mean_s < min(begin.mean_s * (1 - HELPS), helps.get(axis, begin).mean_s):
                 helps[axis] = look
-        best = one
+        best, searched = one, one.candidate
         for helpful in sorted(helps.values(), key=lambda look: look.mean_s):
-            look = self._look(best.candidate.having(values_of[helpful.candidate]), SECOND_LOOK, "other settings")
+            values = values_of[helpful.candidate]
+            look = self._look(best.candidate.having(values), self._second_look, "other settings")
             if look.mean_s < best.mean_s * (1 - HELPS):
                 best = look
-        return best
+                searched = searched if values.keys() & OF_CUT_AND_SEARCH else searched.having(values)
+        cut = self.space.searched_cut(searched, self._degrees(one))
+        return [best, self._look(cut, self._second_look, "partitions")]
 
     def _recipes(self, one: Judged) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """(axis, values) of recipes for a job of one module."""
@@ -145,11 +151,6 @@ class Tuner:
         for path in best_recipes(folder, degrees.pp, problem_of):
             yield "schedule", values_of(path)
 
-    def _cut(self, one: Judged) -> Judged:
-        """A candidate with its partition searched."""
-        searched = self.space.searched_cut(one.candidate, self._degrees(one))
-        return self._look(searched, SECOND_LOOK, "partitions")
-
     def _degrees(self, one: Judged) -> Degrees:
         return Degrees.of(one.candidate.job(self.space.config))
 
@@ -165,11 +166,12 @@ class Tuner:
         return sorted(runs, key=lambda one: one.mean_s)
 
     def _of_degrees(self, looks: Sequence[Judged]) -> list[Judged]:
-        """The best of each degrees and number of tokens, the fastest first."""
-        best: dict[tuple[Degrees, int], Judged] = {}
+        """The best of each degrees and number of tokens, with searched plans and with a schedule as it is; the fastest
+        first."""
+        best: dict[tuple[Degrees, int, bool], Judged] = {}
         for one in self._best(looks):
             job = one.candidate.job(self.space.config)
-            best.setdefault((Degrees.of(job), job.training.seq_len), one)
+            best.setdefault((Degrees.of(job), job.training.seq_len, job.planner.interleave), one)
         return list(best.values())
 
 
