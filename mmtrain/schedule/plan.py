@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 from mmtrain.errors import PlanError
-from mmtrain.schedule.action import BRAID, COMPUTE, NOT_COMPUTE, Action, Kind
+from mmtrain.schedule.action import BRAID, COMPUTE, NOT_COMPUTE, Action, Braid, Kind
 from mmtrain.schedule.engine import Engine, Run
 from mmtrain.schedule.graph import WorkGraph
 from mmtrain.schedule.problem import EntryCost, Option, PlanningProblem
@@ -210,6 +210,8 @@ def _braid_fault(graph: WorkGraph, braid: Action) -> str:
     kinds = [part.kind for part in braid.parts]
     if len(kinds) != 2 or kinds[0] is not Kind.F or kinds[1] not in (Kind.B, Kind.I, Kind.W):
         return "is no braid of a forward and then one B, I or W; write its actions one after the other"
+    if braid != Braid.of(*braid.parts):
+        return f"has another stage, microbatch or sub-microbatch than its first action, {braid.parts[0]}; use Braid.of"
     if len(set(map(graph.work_of, braid.parts))) == 1:
         return "braids one work with itself; its backward waits for its forward, so take another microbatch for one"
     return ""
