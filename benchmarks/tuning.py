@@ -2,7 +2,7 @@
 
 What tuning is worth: `mmtrain tune` against peers that are tuned, too, over the axes that they have, on the simulated
 H800s of DIP's models at 92 % of their memory. All are judged on the same steps (workloads `mix` and `video_captions`),
-ours with 200 evaluations a search; seconds are of whole iterations: pipelines of all replicas, gathers, sums, optimizer.
+ours with 200 evaluations a search, and by whole iterations: pipelines of all replicas, gathers, sums, the optimizer.
 `tuning_peers.py` says what peers do and may choose in hindsight.
 
 config     degrees of the config: ours with all other axes tuned, without and with blocks; torch; Megatron-like
@@ -31,20 +31,19 @@ from emulate import execute, scaled_cases, unit_factor
 from overheads import measure
 from peers_setups import CLUSTERS, job_of
 from tuning_peers import (
+    CHOICES,
     MEGATRON,
     MEGATRON_CHOICES,
-    MOST_CP,
     Row,
     Setup,
     chain_rows,
-    flexpipe_rows,
+    flexpipe_row,
     tried_degrees,
 )
 
 from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.config.config import Config
 from mmtrain.config.sections import CommConfig
-from mmtrain.errors import ConfigError
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.plan import JobMethod, make_plan
 from mmtrain.planner.search.search import warm
@@ -139,11 +138,12 @@ def show_grid(pool: ProcessPoolExecutor, setup: Setup, found: Tuned) -> None:
     rows = {
         f"grid, {place}. on step 0": judged_alike(setup, look, setup.num_steps) for place, look in enumerate(best, 1)
     }
-    of_tune = judged_alike(setup, found.best, 1)
+    of_tune = judged_alike(setup, found.best, 1).mean_s
+    on_all = found.best.mean_s / min(row.mean_s for row in rows.values())
     print(
         f"\n{setup.model}, grid: {len(looks)} candidates run, {cpu_s:.0f} s of CPU time; on one step tune's best takes "
-        f"{of_tune.mean_s:.3f} s, {of_tune.mean_s / best[0].mean_s - 1:+.2%} of the grid's best ({best[0].mean_s:.3f} s); "
-        f"on all steps {found.best.mean_s / min(row.mean_s for row in rows.values()) - 1:+.2%}"
+        f"{of_tune:.3f} s, {of_tune / best[0].mean_s - 1:+.2%} of the grid's best ({best[0].mean_s:.3f} s); on all "
+        f"steps {on_all - 1:+.2%}"
     )
     show(f"{setup.model}, best of the grid on all steps", {OURS: row_of(setup, found.best, 0.0), **rows})
 
@@ -153,27 +153,29 @@ def show_grid(pool: ProcessPoolExecutor, setup: Setup, found: Tuned) -> None:
 
 def best_chains(pool: ProcessPoolExecutor, setup: Setup, tried: Sequence[Degrees]) -> dict[str, Row]:
     """The best of torch's schedules and of Megatron-like on these degrees, on all steps."""
-    looks = [row for rows in pool.map(chain_rows, [setup] * len(tried), tried) for row in rows]
     found = {}
-    for peer, its in ((TORCH, looks), (MEGATRON, [row for row in looks if row.choice in MEGATRON_CHOICES])):
-        best = sorted(its, key=lambda row: row.mean_s)[:FINALISTS]
+    looks = list(pool.map(chain_rows, [setup] * len(tried), tried))
+    for peer, choices in ((TORCH, CHOICES), (MEGATRON, MEGATRON_CHOICES)):
+        its = [row for rows in looks for row in rows if row.choice in choices]
+        best = sorted((row for row in its if row.seconds), key=lambda row: row.mean_s)[:FINALISTS]
         jobs = [pool.submit(chain_rows, setup, row.degrees, [row.choice], setup.num_steps) for row in best]
         whole = [row for job in jobs for row in job.result()]
-        if whole:
-            cpu_s = sum(row.cpu_s for row in [*its, *whole])
+        cpu_s = sum(row.cpu_s for row in [*its, *whole])
+        if any(row.seconds for row in whole):
             found[peer] = replace(min(whole, key=lambda row: row.mean_s), cpu_s=cpu_s)
     return found
 
 
 def best_flexpipe(pool: ProcessPoolExecutor, setup: Setup) -> dict[str, Row]:
     """What FlexPipe's tuner chooses, and the fastest of what it ranks."""
-    start_s, own = time.process_time(), our_job(setup).parallelism.tensor_parallel_degree
+    own = our_job(setup).parallelism.tensor_parallel_degree
     tried = [one for one in tried_degrees(setup) if one.cp == 1 and one.tp in (1, own) and one.pp > 1]
-    rows = [row for rows in pool.map(flexpipe_rows, [setup] * len(tried), tried) for row in rows]
-    if not rows:
+    rows = list(pool.map(flexpipe_row, [setup] * len(tried), tried))
+    cpu_s = sum(row.cpu_s for row in rows)
+    fit = [row for row in rows if row.seconds]
+    if not fit:
         return {}
-    cpu_s = time.process_time() - start_s + sum(row.cpu_s for row in rows)
-    chosen, fastest = min(rows, key=lambda row: row.bubble), min(rows, key=lambda row: row.mean_s)
+    chosen, fastest = min(fit, key=lambda row: row.bubble), min(fit, key=lambda row: row.mean_s)
     return {
         "FlexPipe's tuner, by bubble": replace(chosen, cpu_s=cpu_s),
         "FlexPipe's tuner, degrees by seconds": replace(fastest, cpu_s=cpu_s),
@@ -189,10 +191,8 @@ def show_devices(setup: Setup, repetitions: int, unit_ms: float) -> None:
     rows = tuned(setup, keep=BEST)[0].rows
     plans = {str(place): _planned(look.candidate.job(config), setup) for place, look in enumerate(rows, 1)}
     cases = scaled_cases(setup.model, plans, unit_ms / 1e3, 2.0**18, overheads, unit_factor(plans, unit_ms / 1e3))
-    print(
-        f"\n{setup.model}: pipelines of one replica on emulated devices\n| | degrees | simulated s | measured s | ratio |"
-    )
-    print("|---|---|---|---|---|")
+    print(f"\n{setup.model}: pipelines of one replica on emulated devices")
+    print("| | degrees | simulated s | measured s | ratio |\n|---|---|---|---|---|")
     simulated, measured = [], []
     for case, look in zip(cases, rows, strict=True):
         degrees = Degrees.of(look.candidate.job(config))

@@ -16,7 +16,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from peers_setups import CHAINS, CLUSTERS, SEED, Question, chain_job, chain_planner, chain_problems, static_plans
@@ -114,21 +114,22 @@ def tried_degrees(setup: Setup) -> list[Degrees]:
 def chain_rows(
     setup: Setup, degrees: Degrees, choices: Sequence[tuple[str, str, int]] = CHOICES, num_steps: int = 1
 ) -> list[Row]:
-    """The choices on these degrees, those that fit. Args: num_steps: on how many steps they are judged."""
+    """The choices on these degrees. Args: num_steps: on how many steps they are judged."""
     rows = []
     for cut, name, passes in choices:
         if degrees.pp == 1 and (name, cut) != ("1F1B", "time"):
             continue  # one rank runs all of them alike
-        schedule = CATALOGUE[name]
-        chain = _chain(setup, degrees, cut, schedule, passes, num_steps)
+        start_s, row = time.process_time(), Row(degrees=degrees, setting=f"{name}, equal {cut}, v = {passes}")
+        chain = _chain(setup, degrees, cut, CATALOGUE[name], passes, num_steps)
         if chain is not None:
-            setting = f"{name}, equal {cut}, v = {passes}"
-            rows.append(chain.row(schedule.make, setting, (cut, name, passes)))
-    return [row for row in rows if row.seconds]
+            row = chain.row(CATALOGUE[name].make, row.setting)
+        rows.append(replace(row, choice=(cut, name, passes), cpu_s=time.process_time() - start_s))
+    return rows
 
 
-def flexpipe_rows(setup: Setup, degrees: Degrees) -> list[Row]:
-    """The type with the least bubble that fits on these degrees, on all steps; none fits: an empty list."""
+def flexpipe_row(setup: Setup, degrees: Degrees) -> Row:
+    """The type with the least bubble on these degrees, of those that fit, on all steps."""
+    start_s = time.process_time()
     ranked: list[tuple[float, str, _Chain, Callable[[PlanningProblem], Plan]]] = []
     chains: dict[tuple[int, str], _Chain | None] = {}
     grids: dict[tuple[int, str], RecipeGrid] = {}
@@ -148,11 +149,11 @@ def flexpipe_rows(setup: Setup, degrees: Degrees) -> list[Row]:
         score = grids[key].score(recipe)
         if not score.stuck:
             ranked.append((score.bubble, name, chain, partial(plan_of, recipe, compiled=True)))
+    found = Row(degrees=degrees, setting="none fits")
     for _, name, chain, make in sorted(ranked, key=lambda one: one[:2])[:MOST_TYPES]:
-        row = chain.row(make, name)
-        if row.seconds:
-            return [row]
-    return []
+        if not found.seconds:
+            found = chain.row(make, name)
+    return replace(found, cpu_s=time.process_time() - start_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,13 +166,10 @@ class _Chain:
     """[stage] -> place in the chain."""
     problems: Sequence[PlanningProblem]
     """[step x replica]"""
-    start_s: float
 
-    def row(
-        self, make: Callable[[PlanningProblem], Plan], setting: str, choice: tuple[str, str, int] = ("", "", 0)
-    ) -> Row:
+    def row(self, make: Callable[[PlanningProblem], Plan], setting: str) -> Row:
         """The steps under a schedule. Args: make: a plan of it."""
-        empty = Row(degrees=Degrees.of(self.job), setting=setting, choice=choice)
+        empty = Row(degrees=Degrees.of(self.job), setting=setting)
         try:
             levels, plans = static_plans(self.problems, make)
         except PlanError:  # the schedule does not take as few microbatches
@@ -194,8 +192,6 @@ class _Chain:
                 for state, peak in zip(states, timeline.peak_bytes, strict=True)
             )
             / _GIB,
-            cpu_s=time.process_time() - self.start_s,
-            choice=choice,
         )
 
     def _step_s(self, timelines: Sequence[Timeline], states: Sequence[RankState], sharding: Sharding) -> float:
@@ -215,7 +211,6 @@ class _Chain:
 
 def _chain(setup: Setup, degrees: Degrees, cut: str, schedule: Schedule, passes: int, num_steps: int) -> _Chain | None:
     """The first steps on a chain; None: it cannot be cut so, or its parameters do not fit."""
-    start_s = time.process_time()
     try:
         words = [f"{key}={value}" for key, value in degrees.values.items()]
         job = chain_job(setup.question, *words)
@@ -226,4 +221,4 @@ def _chain(setup: Setup, degrees: Degrees, cut: str, schedule: Schedule, passes:
         problems = chain_problems(job, planner, chunks, metas)
     except (ConfigError, PlanError):
         return None
-    return _Chain(job=job, planner=planner, chunks=chunks, problems=problems, start_s=start_s)
+    return _Chain(job=job, planner=planner, chunks=chunks, problems=problems)
