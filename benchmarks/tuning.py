@@ -115,7 +115,7 @@ def grid_of(setup: Setup, degrees: Degrees) -> tuple[list[Judged], float]:
     start_s, judge = time.process_time(), judge_of(setup)
     space = Space(config=judge.config, num_gpus=setup.num_gpus)
     looks = []
-    for first in (one for one in space.first() if Degrees.of(one.job(judge.config)) == degrees):
+    for first in (one for one in space.first() if degrees.values.items() <= dict(one.values).items()):
         for candidate in (first, space.searched_cut(first, degrees)):
             looks.append(judge.judge(candidate, effort_of(setup, 1)))
             braided = space.braided(candidate, degrees) if looks[-1].seconds else None
