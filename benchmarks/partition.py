@@ -55,7 +55,7 @@ WAYS = {
     "mixed-latency": ("mixed-latency", 1),
     "mixed-latency x 2": ("mixed-latency", 2),
 }
-"""Name -> (planner.job.partition, model.language.num_segments)."""
+"""Name -> (planner.partition, model.language.num_segments)."""
 SEED = 1
 """Of the workload; the search draws with seed 0."""
 MIXTURES = ("image_text_pairs", "interleaved", "science_qa")

@@ -15,7 +15,8 @@ import argparse
 import hashlib
 import random
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,8 @@ def plan_facts(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     yield repr([(r.rank, str(r.action), r.start_s, r.end_s) for r in timeline.rows])
     yield repr((timeline.stage_modules, timeline.memory, timeline.peak_bytes))
     yield repr(held_bytes(plan, problem))
-    yield repr(plan.run().ranks)
+    steps = [groupby(parts, key=itemgetter(0)) for parts in plan.parts]
+    yield repr([(str(a), w) for rank in plan.run().ranks for _, a, w in next(steps[rank])[1]])
     rows = [timeline.of_rank(rank) for rank in range(plan.graph.num_ranks)]
     starts = [np.array([r.start_s for r in row]) for row in rows]
     ends = [np.array([r.end_s for r in row]) for row in rows]

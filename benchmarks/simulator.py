@@ -8,6 +8,7 @@ and again. CPU time, minimum over repetitions. Last, DIP's two published layer t
 and the images of a sub-microbatch that reach 95 % of the best throughput of an encoder layer.
 """
 
+import argparse
 import dataclasses
 import time
 from collections.abc import Callable
@@ -196,6 +197,7 @@ def sub_microbatch(name: str) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     planner = IterationPlanner(make_job(config.load(ROOT / "configs" / "vlm_m.toml", ["planner.hardware=h800"])))
     reuse(planner)
     for name in ("vlm_s", "vlm_m"):

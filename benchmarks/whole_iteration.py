@@ -6,6 +6,7 @@ making the schedule's plan; `check`: proving it; `timeline`: simulating it; `who
 `IterationSimulator`, all of these and what surrounds the pipeline.
 """
 
+import argparse
 import dataclasses
 import statistics
 import time
@@ -25,6 +26,7 @@ JOBS = (("vlm_s", "h800x16"), ("vlm_l", "h800x64"), ("vlm_xl_16k", "h100x16384")
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     for name, cluster in JOBS:
         job = config.load(f"{name}.toml", [f"planner.hardware={cluster}"])
         network = Machine.of(job).network

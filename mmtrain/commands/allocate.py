@@ -3,8 +3,12 @@
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mmtrain.config import config
+
+if TYPE_CHECKING:
+    from mmtrain.simulator.allocation.allocate import Allocation
 
 DRAWN = 4096
 """Samples that are drawn without --samples."""
@@ -20,8 +24,8 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         usage="mmtrain allocate [-h] --config CONFIG --gpus N [options] [--section.key=value ...]",
         description="Which degrees of parallelism, and which pipeline ranks of each module, make a job fastest on N "
         "GPUs (Entrain's algorithms 2 and 3): how many samples show the ratio of the modules' work, candidates by "
-        "simulated seconds with the GiB of the most loaded rank, and the fastest one as TOML. Trains nothing. Any "
-        "--section.key=value overrides the file.",
+        "simulated seconds with the GiB of the most loaded rank, and the fastest one as TOML. `mmtrain tune` finds "
+        "cut, memory and schedule, too. Trains nothing. Any --section.key=value overrides the file.",
     )
     parser.add_argument("--config", required=True, help="TOML file; a bare name is looked up in configs/")
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="all of them are used")
@@ -98,19 +102,25 @@ def _allocate(args: argparse.Namespace) -> int:
     print(f"{len(answer.ranked)} of {answer.num_candidates} candidates; {HEADER}")
     for one in answer.ranked:
         print(f"  {described(job, one)}")
-    if answer.stability is not None and answer.stable_for is not None:
-        of = answer.stable_for.degrees
-        print(f"\npipeline ranks by module for dp {of.dp}, tp {of.tp}, cp {of.cp}, pp {of.pp}:")
-        for trial in answer.stability.trials:
-            shown = ", ".join(f"{':'.join(map(str, one))} ({count})" for one, count in trial.allocations[:6])
-            verdict = "all agree" if trial.passed else "not stable"
-            print(f"  {trial.num_samples:6d} samples, {trial.num_batches:3d} batches: {shown}; {verdict}")
-        print(answer.stability.message)
-        if answer.stability.num_samples > answer.samples_per_step:
-            print(f"a step has {answer.samples_per_step:.0f} samples, fewer than b_min: its own ratio will vary")
+    _print_stability(answer)
     best = answer.ranked[0].judged
     print(f"\n# {best.mean_s:.3f} s an iteration, at most {best.peak_bytes / GIB:.1f} GiB a rank, simulated")
     print(answer.toml, end="")
     if answer.best.ranks and answer.stability is not None and answer.stability.num_samples:
         print(f"\n[assignment]\nstable_samples = {answer.stability.num_samples}")
     return 0
+
+
+def _print_stability(answer: "Allocation") -> None:
+    """How many samples show the ratio of the modules' work, if modules have ranks of their own."""
+    if answer.stability is None or answer.stable_for is None:
+        return
+    of = answer.stable_for.degrees
+    print(f"\npipeline ranks by module for dp {of.dp}, tp {of.tp}, cp {of.cp}, pp {of.pp}:")
+    for trial in answer.stability.trials:
+        shown = ", ".join(f"{':'.join(map(str, one))} ({count})" for one, count in trial.allocations[:6])
+        verdict = "all agree" if trial.passed else "not stable"
+        print(f"  {trial.num_samples:6d} samples, {trial.num_batches:3d} batches: {shown}; {verdict}")
+    print(answer.stability.message)
+    if answer.stability.num_samples > answer.samples_per_step:
+        print(f"a step has {answer.samples_per_step:.0f} samples, fewer than b_min: its own ratio will vary")

@@ -4,7 +4,9 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,8 +67,6 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 
 def _tune(args: argparse.Namespace) -> int:
-    from tqdm import tqdm
-
     from mmtrain.errors import for_terminal
     from mmtrain.planner.search.search import warm
     from mmtrain.simulator.allocation.judge import Effort, Judge
@@ -83,31 +83,53 @@ def _tune(args: argparse.Namespace) -> int:
         evaluations=args.evaluations or min(EVALUATIONS, job.planner.budget_evaluations or EVALUATIONS),
     )
     warm()
+    with tempfile.TemporaryDirectory() as folder, _progress() as progress:
+        judge = Judge(config=job, steps=steps, seed=args.seed)
+        recipes = Path(folder)
+        tuner = Tuner(space=space, judge=judge, keep=args.keep, effort=effort, recipes=recipes, progress=progress)
+        tuned = tuner.run()
+        print(for_terminal(f"{job.job.description or 'a job'} on {args.cluster}: {tuned.num_tried} candidates tried"))
+        print(table(tuned).replace(f"{folder}/", ""))
+        schedule = Path(tuned.best.candidate.job(job).parallelism.pipeline_parallel_schedule)
+        recipe = schedule.read_text() if recipes in schedule.parents else ""
+    name = _schedule_name(args.out or Path("best")) if recipe else ""
+    if args.out is None:
+        print(toml(tuned, overrides, recipe=name), end="")
+        print(f"\n# {name}:\n{recipe}" if recipe else "", end="")
+        return 0
+    beside = str(args.out.parent / name) if name else ""
+    if beside:
+        Path(beside).write_text(recipe)
+    base = os.path.relpath(config.find_file(args.config), args.out.parent)
+    args.out.write_text(toml(tuned, overrides, base=base, recipe=beside))
+    same = "" if args.samples else f"; the same iterations: {_simulated_by(args, tuned, beside)}"
+    print(f"written to {args.out}{f' and {beside}' if beside else ''}{same}")
+    return 0
+
+
+def _schedule_name(out: Path) -> str:
+    """Name of the recipe beside a TOML file."""
+    return f"{out.stem}_schedule.py"
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """A bar on a terminal, of what is looked at."""
+    from tqdm import tqdm
+
     with tqdm(unit=" candidates", disable=not sys.stderr.isatty(), leave=False) as bar:
 
         def progress(what: str) -> None:
             bar.set_description(what, refresh=False)
             bar.update()
 
-        judge = Judge(config=job, steps=steps, seed=args.seed)
-        tuned = Tuner(space=space, judge=judge, keep=args.keep, effort=effort, progress=progress).run()
-    print(for_terminal(f"{job.job.description or 'a job'} on {args.cluster}: {tuned.num_tried} candidates tried"))
-    print(table(tuned))
-    base = os.path.relpath(config.find_file(args.config), args.out.parent) if args.out else ""
-    text = toml(tuned, overrides, base)
-    if args.out is None:
-        print(text, end="")
-        return 0
-    args.out.write_text(text)
-    same = "" if args.samples else f"; the same iterations: {_simulated_by(args, tuned)}"
-    print(f"written to {args.out}{same}")
-    return 0
+        yield progress
 
 
-def _simulated_by(args: argparse.Namespace, tuned: "Tuned") -> str:
-    """The command that simulates the same iterations of the written file."""
+def _simulated_by(args: argparse.Namespace, tuned: "Tuned", recipe: str) -> str:
+    """The command that simulates the same iterations of the written file. Args: recipe: of it, written beside."""
     job, effort = tuned.best.candidate.job(tuned.config), tuned.effort
-    schedule = "planned" if job.planner.enable else job.parallelism.pipeline_parallel_schedule
+    schedule = "planned" if job.planner.enable else recipe or job.parallelism.pipeline_parallel_schedule
     words = ["mmtrain", "simulate", "--config", str(args.out), "--schedule", schedule]
     words += ["--iterations", str(effort.num_steps), "--replicas", str(job.parallelism.mesh_shape.dp)]
     words += ["--evaluations", str(effort.evaluations)]
@@ -134,8 +156,9 @@ def _check(args: argparse.Namespace) -> None:
         return
     if args.out.suffix != ".toml":
         raise ConfigError(f"tune: --out {args.out}; name a file that ends in .toml")
-    if args.out.exists():
-        raise ConfigError(f"tune: --out {args.out} exists; name another file, or remove it")
+    for path in (args.out, args.out.with_name(_schedule_name(args.out))):
+        if path.exists():
+            raise ConfigError(f"tune: --out {args.out}: {path} exists; name another file, or remove it")
     if not args.out.parent.is_dir():
         raise ConfigError(f"tune: --out {args.out}: there is no folder {args.out.parent}; make it, or name another")
 
@@ -188,14 +211,15 @@ def _steps(args: argparse.Namespace, job: config.Config) -> "Callable[[config.Co
     from mmtrain.simulator.typical_iterations import usual_workload
 
     workload = args.workload or usual_workload(job)
-    args.image_side = args.image_side or typical_side(job)
+    if job.model.encoders or job.model.reads_clips:
+        args.image_side = args.image_side or typical_side(job)
     costs = SampleCosts.read(args.samples) if args.samples else None
     if costs is not None:
         costs.check_fits(job, str(args.samples))
 
     def made(of: config.Config) -> list[Step]:
         if costs is None:
-            return drawn_steps(of, workload, args.iterations, seed=args.seed, image_side=args.image_side)
+            return drawn_steps(of, workload, args.iterations, seed=args.seed, image_side=args.image_side or 0)
         limits = (of.training.seq_len, *costs.limits[1:]) if not of.model.reads_clips else costs.limits
         return [packed_step(of, replace(costs, limits=limits), (args.seed, i)) for i in range(args.iterations)]
 

@@ -1,6 +1,6 @@
 """A plan: one order of compute actions for each rank, its check, and its text form."""
 
-import itertools
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -143,6 +143,10 @@ def show_steps(orders: Sequence[Sequence[Action]], steps: Mapping[int, int]) -> 
     return "\n".join(lines)
 
 
+WHOLE, SPLIT = {Kind.F, Kind.B}, {Kind.F, Kind.I, Kind.W}
+"""The kinds of actions of a stage and work that has a backward."""
+
+
 def check(plan: Plan, problem: PlanningProblem | None = None) -> None:
     """Checks a plan: each action occurs once and on its rank, no deadlock, memory within its limits.
 
@@ -159,19 +163,22 @@ def check(plan: Plan, problem: PlanningProblem | None = None) -> None:
         if graph.action(kind, stage, work) not in seen:
             rank = graph.stage_rank[stage]
             raise PlanError(f"rank {rank}: {graph.action(kind, stage, work)} is missing; add it")
+    kinds: dict[tuple[int, int], set[Kind]] = defaultdict(set)
+    for parts in plan.parts:
+        for _, action, work in parts:
+            if action.kind in COMPUTE:
+                kinds[action.stage, work].add(action.kind)
     for stage, work in graph.nodes():
-        forward, *backwards = (graph.action(Kind(kind), stage, work) in seen for kind in "FBIW")
-        name = graph.action(Kind.F, stage, work)
-        rank = graph.stage_rank[stage]
-        if not forward:
-            raise PlanError(f"rank {rank}: {name} is missing; add it")
-        if not graph.has_backward(stage, work):
+        present = kinds[stage, work]
+        if Kind.F in present and (present in (WHOLE, SPLIT) or not graph.has_backward(stage, work)):
             continue
-        if backwards not in ([True, False, False], [False, True, True]):
-            present = ", ".join(itertools.compress("BIW", backwards)) or "none"
-            raise PlanError(
-                f"rank {rank}: the backward of {name} must be B, or I and W, but the plan has {present}; make it one"
-            )
+        name, rank = graph.action(Kind.F, stage, work), graph.stage_rank[stage]
+        if Kind.F not in present:
+            raise PlanError(f"rank {rank}: {name} is missing; add it")
+        backwards = ", ".join(kind for kind in (Kind.B, Kind.I, Kind.W) if kind in present) or "none"
+        raise PlanError(
+            f"rank {rank}: the backward of {name} must be B, or I and W, but the plan has {backwards}; make it one"
+        )
     plan.run()
     if problem is not None:
         _check_memory(plan, problem)
@@ -257,8 +264,13 @@ def exceeds(amount: float, limit: float) -> bool:
 
 def held_bytes(plan: Plan, problem: PlanningProblem) -> tuple[tuple[tuple[float, float], ...], ...]:
     """[rank][step] -> activation bytes while the action runs, and after it has ended."""
+    return held_over(entry_costs(plan, problem))
+
+
+def held_over(costs_of_ranks: Sequence[Sequence[EntryCost]]) -> tuple[tuple[tuple[float, float], ...], ...]:
+    """The result of `held_bytes`. Args: costs_of_ranks: [rank][step]."""
     ranks = []
-    for costs in entry_costs(plan, problem):
+    for costs in costs_of_ranks:
         held, steps = 0.0, []
         for cost in costs:
             during = held + cost.needed_bytes

@@ -1,7 +1,7 @@
 """The simulator of orders: when each action of a plan runs, given costs and transfers."""
 
 from mmtrain.schedule.action import Action, Kind
-from mmtrain.schedule.plan import Plan, entry_costs, held_bytes
+from mmtrain.schedule.plan import Plan, entry_costs, held_over
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.timeline import Timeline
 
@@ -14,11 +14,11 @@ def simulate(problem: PlanningProblem, plan: Plan) -> Timeline:
 
     Raises: PlanError: deadlock; with rank, step, the waiting action and the missing one, and the orders.
     """
-    seconds = [[cost.seconds for cost in costs] for costs in entry_costs(plan, problem)]
-    run = plan.run(seconds, problem.message_s)
+    costs = entry_costs(plan, problem)
+    run = plan.run([[cost.seconds for cost in of_rank] for of_rank in costs], problem.message_s)
     rows: list[tuple[int, Action, float, float]] = []
     memory, peaks = [], []
-    for rank, held in enumerate(held_bytes(plan, problem)):
+    for rank, held in enumerate(held_over(costs)):
         order, starts, ends = plan.orders[rank], run.starts[rank], run.ends[rank]
         rows += zip([rank] * len(order), order, starts, ends, strict=True)
         profile = [(0.0, 0.0)]

@@ -44,6 +44,7 @@ SMALL = {
     "python benchmarks/braid.py": "--models vlm_s --evaluations 20",
     "python benchmarks/split_backward.py": "--width 64 --tokens 64 --repetitions 1",
     "python benchmarks/recipes.py": "4 8",
+    "python benchmarks/tuning_flexpipe.py": "--gpus 4",
     "python benchmarks/separation.py": "2 4",
     "python benchmarks/cornstarch.py": "--models SSS --evaluations 5",
     "python benchmarks/entrain.py": "--setups h800,a40-1b --workloads mix --iterations 1 --evaluations 20 --replicas 2 "

@@ -233,11 +233,37 @@ def test_bad_input_is_one_line(capsys, words, message):
     assert message in refused(capsys, *words)
 
 
+def test_a_recipe_is_written_beside(capsys, tmp_path):
+    """Where nothing is searched, one of FlexPipe's types is the fastest schedule of a deep chain."""
+    out = tmp_path / "best.toml"
+    changes = ["--training.global_batch_size=32", "--model.language.config.num_hidden_layers=16"]
+    changes += ["--planner.enable=false", "--parallelism.pipeline_parallel_degree=4"]
+    words = ["--config", "debug_text.toml", "--cluster", "h100x4", "--iterations", "1", "--schedules", "1F1B"]
+    assert main(["tune", *words, *changes, "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert f"written to {out} and {tmp_path / 'best_schedule.py'}" in shown
+    assert main(shown.partition("the same iterations: mmtrain ")[2].split()) == 0
+    seconds = out.read_text().removeprefix("# ").partition(" s an iteration")[0]
+    assert capsys.readouterr().out.partition("best_schedule.py")[2].split()[0] == seconds
+    out.unlink()
+    assert "best_schedule.py exists" in refused(capsys, "--cluster", "h100x4", "--out", f"{tmp_path}/best.toml")
+
+
 def test_a_file_that_exists_is_kept(capsys, tmp_path):
     out = tmp_path / "best.toml"
     out.write_text("mine")
     assert "exists; name another file" in refused(capsys, "--cluster", "h800x16", "--out", str(out))
     assert out.read_text() == "mine"
+
+
+def test_what_is_not_the_same_for_all_rows_is_said(capsys):
+    words = ["--config", "debug_text.toml", "--cluster", "h100x2", "--iterations", "1", "--keep", "9"]
+    job = config.load("debug_text.toml")
+    tokens, batch = job.training.seq_len, 512
+    assert main(["tune", *words, f"--training.global_batch_size={batch}", "--tokens", f"{2 * tokens}"]) == 0
+    shown = capsys.readouterr().out
+    assert "note: rows with another training.seq_len read other batches" in shown
+    assert "note: 256 of 512 microbatches of a step are simulated, those of the replicas with most work" in shown
 
 
 def test_a_batch_that_no_replicas_divide_is_counted(capsys):

@@ -165,6 +165,20 @@ def _form(value: Any, depth: int = 4) -> Any:
     return value
 
 
+def text_of(recipe: Recipe) -> str:
+    """The text of a file that defines a recipe without functions; `schedule_of` reads an equal one, for any P."""
+    words = [
+        f"{f.name}={value!r}"
+        for f in dataclasses.fields(recipe)
+        if (value := getattr(recipe, f.name)) != f.default and not (f.name == "overrides" and not value)
+    ]
+    body = "".join(f"        {word},\n" for word in words)
+    return (
+        f"from mmtrain.schedule.recipe import Placement, Recipe, Rule, Traversal\n\n\ndef schedule(P):\n"
+        f"    return Recipe(\n{body}    )\n"
+    )
+
+
 # --------------------------------------------------------------------------------------------------- CSV
 
 

@@ -7,6 +7,7 @@ tp and cp here, and may also share all pipeline ranks.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -107,25 +108,14 @@ def allocate(
     effort = Effort(num_steps=iterations, evaluations=evaluations)
     ranked = _ranked(candidates, lambda one: judge.judge(one.candidate, effort), finalists, progress)
     own = next((one.estimate for one in ranked if one.estimate.ranks and one.judged.seconds), None)
-    stability = None
-    if own is not None:
-        job = own.candidate.job(config)
-        stability = stable_batch(
-            _work(job, costs.samples),
-            own.degrees.pp,
-            _most(job),
-            alpha=alpha,
-            p_error=p_error,
-            seed=seed,
-            largest=largest,
-            is_whole=costs.is_whole,
-        )
+    stable = partial(stable_batch, alpha=alpha, p_error=p_error, seed=seed, largest=largest, is_whole=costs.is_whole)
+    job = own and own.candidate.job(config)
     return Allocation(
         config=config,
         num_gpus=num_gpus,
         num_candidates=len(candidates),
         ranked=tuple(ranked),
-        stability=stability,
+        stability=stable(_work(job, costs.samples), own.degrees.pp, _most(job)) if own and job else None,
         stable_for=own,
         samples_per_step=config.training.global_batch_size * per_microbatch(costs),
     )

@@ -16,7 +16,9 @@ from mmtrain.costs.machine import Machine
 from mmtrain.errors import ConfigError, DataError, MemoryLimitError, PlanError, one_line
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.planner.assignment.sample_costs import SamplePricer
+from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.search_settings import PLANNED
+from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.simulator.allocation.candidate import Candidate
 from mmtrain.simulator.steps import Step, divided
 from mmtrain.simulator.study import ScheduledJob
@@ -102,6 +104,18 @@ class Judge:
             flops = fmean(step.flops for step, _ in parts)
             mfu = flops / (fmean(seconds) * ranks.world_size / ranks.dp * machine.peak_flops)
         return Judged(**of_memory, seconds=seconds, bubble=fmean(step.bubble for step, _ in parts), mfu=mfu)
+
+    def problem(self, candidate: Candidate, effort: Effort) -> PlanningProblem | None:
+        """The planning problem of the first replica's first microbatches; None: the candidate does not run."""
+        made = self._job(candidate)
+        if isinstance(made, Judged):
+            return None
+        first = divided(self.steps(made[0].config)[0], made[0].config.parallelism.mesh_shape.dp)[0]
+        meta = IterationMeta(microbatches=first.microbatches[: effort.num_microbatches])
+        try:
+            return IterationPlanner(made[0].simulator.job).problem(meta, searched=True)[1]
+        except PlanError:
+            return None
 
     def _job(self, candidate: Candidate) -> tuple[ScheduledJob, Machine] | Judged:
         if candidate not in self._jobs:

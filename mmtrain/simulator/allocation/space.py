@@ -230,18 +230,27 @@ class Space:
         if degrees.pp == 1:
             return
         for name in self.schedules:
-            schedule = schedule_of(name, degrees.pp)
-            if schedule.keeps_memory_limits or "cut" not in self.axes:
-                yield "schedule", self._ordered(name)
-                continue
-            least = max(schedule.least_passes, *schedule.segments.values(), 2 if schedule.placement == "v" else 1)
-            for chunks in (least, 2 * least) if least > 1 and schedule.placement == "loop" else (least,):
-                chain = {"planner.partition": "mixed-latency", f"{section_of('language')}.num_segments": chunks}
-                yield "schedule", {**self._cut(chain), **self._ordered(name)}
+            for values in self.ordered(name, degrees):
+                yield "schedule", values
 
-    def _ordered(self, name: str) -> Values:
-        """The order of a schedule as it is, with memory options that the planner fits."""
-        return {"parallelism.pipeline_parallel_schedule": name, "planner.interleave": False}
+    def ordered(self, name: str, degrees: Degrees) -> Iterator[Values]:
+        """The order of a schedule as it is, with memory options that the planner fits: on any cut if it keeps memory
+        limits by itself, else on one chain of all modules with the chunks that it is for."""
+        order = {"parallelism.pipeline_parallel_schedule": name, "planner.interleave": False}
+        schedule = schedule_of(name, degrees.pp)
+        if "cut" not in self.axes or (schedule.keeps_memory_limits and not schedule.segments):
+            yield self._free(order)
+            return
+        least = max(schedule.least_passes, *schedule.segments.values(), 2 if schedule.placement == "v" else 1)
+        may_grow = not schedule.segments and schedule.placement == "loop" and least > 1
+        for chunks in (least, 2 * least) if may_grow else (least,):
+            chain = {"planner.partition": "mixed-latency", f"{section_of('language')}.num_segments": chunks}
+            yield self._free({**self._cut(chain), **order})
+
+    @property
+    def tries_recipes(self) -> bool:
+        """Whether FlexPipe's types are candidates: for chains of one module."""
+        return "schedule" in self.axes and "cut" in self.axes and not self._several
 
     def _free(self, values: Values) -> dict[str, Any]:
         return {key: value for key, value in values.items() if key not in self.fixed}

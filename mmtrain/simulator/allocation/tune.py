@@ -15,16 +15,19 @@ leaves memory, cut and tensor parallelism to the user.
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 from mmtrain.config.config import Config
 from mmtrain.errors import ConfigError
+from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.simulator.allocation.candidate import Candidate
 from mmtrain.simulator.allocation.degrees import Degrees
 from mmtrain.simulator.allocation.judge import GIB, Effort, Judge, Judged
+from mmtrain.simulator.allocation.recipes import best_recipes
 from mmtrain.simulator.allocation.space import Space
 
 SECOND, THIRD = 8, 3
@@ -67,6 +70,8 @@ class Tuner:
     """Candidates that are judged as the job would run."""
     effort: Effort
     """Of the last look."""
+    recipes: Path | None = None
+    """Folder for the files of recipes; None: none are tried."""
     progress: Callable[[str], None] = lambda what: None
     """Called before each candidate with the name of the look."""
 
@@ -111,7 +116,7 @@ class Tuner:
         begin = self._look(one.candidate, FIRST_LOOK, "other settings")
         helps: dict[str, Judged] = {}
         values_of: dict[Candidate, Mapping[str, Any]] = {}
-        for axis, values in self.space.others(self._degrees(one)):
+        for axis, values in [*self.space.others(self._degrees(one)), *self._recipes(one)]:
             look = self._look(one.candidate.having(values), FIRST_LOOK, "other settings")
             values_of[look.candidate] = values
             if look.mean_s < min(begin.mean_s * (1 - HELPS), helps.get(axis, begin).mean_s):
@@ -122,6 +127,23 @@ class Tuner:
             if look.mean_s < best.mean_s * (1 - HELPS):
                 best = look
         return best
+
+    def _recipes(self, one: Judged) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """(axis, values) of recipes for a job of one module."""
+        degrees = self._degrees(one)
+        if self.recipes is None or not self.space.tries_recipes or degrees.pp == 1:
+            return
+        folder = self.recipes / f"pp{degrees.pp}"
+        folder.mkdir(exist_ok=True)
+
+        def values_of(path: Path) -> Mapping[str, Any]:
+            return next(self.space.ordered(str(path), degrees))
+
+        def problem_of(path: Path) -> PlanningProblem | None:
+            return self.judge.problem(one.candidate.having(values_of(path)), FIRST_LOOK)
+
+        for path in best_recipes(folder, degrees.pp, problem_of):
+            yield "schedule", values_of(path)
 
     def _cut(self, one: Judged) -> Judged:
         """A candidate with its partition searched."""

@@ -1,6 +1,7 @@
 """Schedules from files: recipes and torch's CSV, and what is wrong with them in one sentence."""
 
 import hashlib
+from dataclasses import replace
 
 import pytest
 
@@ -13,7 +14,9 @@ from mmtrain.schedule.io.torch_csv import write_plan
 from mmtrain.schedule.library.breadth_first import gpipe
 from mmtrain.schedule.library.catalogue import CATALOGUE, Schedule
 from mmtrain.schedule.plan import check
-from mmtrain.schedule.recipe.files import schedule_of
+from mmtrain.schedule.recipe import Rule
+from mmtrain.schedule.recipe.files import schedule_of, text_of
+from mmtrain.schedule.recipe.flexpipe_types import flexpipe_types
 from mmtrain.schedule.simulate import simulate
 from tests.schedule.problems import two_modules
 
@@ -181,6 +184,14 @@ def test_a_byte_order_mark_of_a_spreadsheet_or_an_editor_is_no_part_of_a_schedul
     marked.write_text(path.read_text(), encoding="utf-8-sig")
     plain, other = (schedule_of(str(file), 2) for file in (path, marked))
     assert other.make(plain_chain(2, 3, other)).orders == plain.make(plain_chain(2, 3, plain)).orders
+
+
+def test_the_text_of_a_recipe_defines_an_equal_one():
+    for P in (2, 5):
+        for name, recipe in flexpipe_types(P):
+            given: dict = {}
+            exec(text_of(replace(recipe, memory=True, idea=name, overrides={1: Rule(units=(2, 1))})), given)
+            assert given["schedule"](P) == replace(recipe, memory=True, idea=name, overrides={1: Rule(units=(2, 1))})
 
 
 def test_commands_take_files(tmp_path, capsys, monkeypatch):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mmtrain.errors import PlanError
 from mmtrain.schedule.action import Kind
-from mmtrain.schedule.graph import Instruction
+from mmtrain.schedule.graph import Instruction, ModuleStages, Work
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.recipe import Recipe, Traversal
 from mmtrain.schedule.recipe.arrays import Arrays
@@ -18,7 +18,7 @@ from mmtrain.schedule.recipe.grid import RecipeGrid
 from mmtrain.schedule.recipe.policy import plan_of
 from mmtrain.schedule.recipe.shared import Shared
 from mmtrain.schedule.simulate import simulate
-from tests.schedule.problems import chain, problems
+from tests.schedule.problems import NO_P2P, chain, option, problems
 from tests.schedule.recipe.recipes import recipes
 
 PROBLEMS = st.one_of(problems(), problems(limits=True), problems(v=True), problems(limits=True, joined=True))
@@ -51,6 +51,38 @@ def test_a_score_is_what_the_simulator_says_of_the_plan(problem, batch):
     grid = RecipeGrid(problem, compiled=False)
     for recipe in (*batch, batch[0]):  # a recipe changes nothing that the next one reads
         compare(grid, problem, recipe)
+
+
+def test_recipes_that_differ_in_one_word_have_scores_of_their_own():
+    problem = chain(4, 8, memory_limit_bytes=[3.0] * 4)
+    grid, recipe = RecipeGrid(problem, compiled=False), Recipe(in_flight=2, split_backward=True)
+    changes = ({}, {"until": "I"}, {"split_backward": False}, {"memory": True}, {"in_flight": 1}, {"clock": "lockstep"})
+    for change in changes:
+        compare(grid, problem, replace(recipe, **change))
+    assert len({grid.score(replace(recipe, **change)).makespan_s for change in changes[:2]}) == 2
+
+
+def test_an_action_waits_for_the_latest_of_its_inputs():
+    """Two encoders of 5 s and 1 s on ranks of their own, which start together, before a language model."""
+    problem = PlanningProblem.build(
+        num_ranks=3,
+        modules=[
+            ModuleStages(name=name, stages=(stage,)) for stage, name in enumerate(("vision", "audio", "language"))
+        ],
+        stage_rank=[0, 1, 2],
+        works=[
+            Work(module=0, microbatch=0, sub_microbatch=0),
+            Work(module=1, microbatch=0, sub_microbatch=0),
+            Work(module=2, microbatch=0, sub_microbatch=0, after=(0, 1)),
+        ],
+        costs=[[option(5.0)], [option(1.0)], [option(1.0)]],
+        cost_index=[[0], [1], [2]],
+        output_bytes=[[0.0]] * 3,
+        p2p=NO_P2P,
+    )
+    grid = RecipeGrid(problem, compiled=False)
+    compare(grid, problem, Recipe(clock="lockstep"))
+    assert grid.score(Recipe(clock="lockstep")).makespan_s == 5 + 1 + 2 + 2
 
 
 @pytest.mark.nightly
