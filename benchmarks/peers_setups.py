@@ -46,7 +46,7 @@ from mmtrain.planner.search.orders import by_component, component_orders
 from mmtrain.planner.search.search_run import ITERATIONS
 from mmtrain.planner.search_settings import search_seed
 from mmtrain.schedule.graph import ModuleStages, Work
-from mmtrain.schedule.library.catalogue import CATALOGUE
+from mmtrain.schedule.library.catalogue import CATALOGUE, Schedule
 from mmtrain.schedule.plan import Plan, check, exceeds, held_bytes
 from mmtrain.schedule.problem import Option, PlanningProblem
 from mmtrain.schedule.simulate import simulate
@@ -237,34 +237,71 @@ def chain_outcomes(question: Question) -> dict[str, Outcome]:
 
 
 def _chain(question: Question, cut: str, schedule: str, passes: int) -> Outcome:
-    words = [*left_open(question), "planner.sub_microbatch=false", 'planner.partition="mixed-parameters"']
-    job = job_of(question, *words, 'parallelism.pipeline_parallel_schedule="1F1B"')
-    planner, metas = IterationPlanner(make_job(job)), batches_of(question)
-    parts, chunks = _chain_parts(job, planner, metas, cut, passes, v_shaped=CATALOGUE[schedule].placement == "v")
-    budget = MemoryRule.of(job).budget(planner.job.spec, parts)
-    own = replace(planner.job, partition=parts, schedule=CATALOGUE[schedule])
-    planner = IterationPlanner(own, budget.activation_limits)
+    job, metas = chain_job(question), batches_of(question)
+    planner, chunks = chain_planner(job, metas, cut, CATALOGUE[schedule], passes)
     ledger = _Ledger(planner, job, question.keep_plans)
     setting = f"{schedule}, equal {cut}, v = {passes}"
     try:
-        budget.check()
-        problems = [chain_problem(planner.problem(meta, searched=True)[1], chunks) for meta in metas]
+        problems = chain_problems(job, planner, chunks, metas)
     except (ConfigError, PlanError):  # parameters or a single block do not fit
         for _ in metas:
             ledger.add(None, None, None)
         return ledger.outcome(setting)
-    free = [replace(p, memory_limit_bytes=(None,) * p.graph.num_ranks) for p in problems]
-    plans = [CATALOGUE[schedule].make(problem) for problem in free]
-    levels = _static_levels(problems, plans)
+    levels, plans = static_plans(problems, CATALOGUE[schedule].make)
     for problem, plan in zip(problems, plans, strict=True):
-        chosen = _at(plan, levels)
-        try:
-            check(chosen, problem)
-        except PlanError:
-            ledger.add(problem, None, None)
-            continue
-        ledger.add(problem, chosen, simulate(problem, chosen))
+        ledger.add(problem, plan, plan and simulate(problem, plan))
     return ledger.outcome(f"{setting}, recompute {' '.join(f'{level}/{LEVELS}' for level in levels)}")
+
+
+def chain_job(question: Question, *words: str) -> Config:
+    """The job of a chain, before it is cut."""
+    given = [*left_open(question), "planner.sub_microbatch=false", 'planner.partition="mixed-parameters"']
+    return job_of(question, *given, 'parallelism.pipeline_parallel_schedule="1F1B"', *words)
+
+
+def chain_planner(
+    job: Config, metas: Sequence[IterationMeta], cut: str, schedule: Schedule, passes: int
+) -> tuple[IterationPlanner, list[int]]:
+    """A planner on all modules as one chain, and the chunk of the chain that each stage belongs to.
+
+    Args: job: of `chain_job`. cut: "parameters", or "time" over the batches. passes: chunks of the chain on a rank.
+    Raises: ConfigError: the model cannot be divided or cut so, or its parameters do not fit.
+    """
+    planner = IterationPlanner(make_job(job))
+    parts, chunks = _chain_parts(job, planner, metas, cut, passes, v_shaped=schedule.placement == "v")
+    budget = MemoryRule.of(job).budget(planner.job.spec, parts)
+    own = replace(planner.job, partition=parts, schedule=schedule)
+    return IterationPlanner(own, budget.activation_limits), chunks
+
+
+def chain_problems(
+    job: Config, planner: IterationPlanner, chunks: Sequence[int], metas: Sequence[IterationMeta]
+) -> list[PlanningProblem]:
+    """The batches on a chain. Args: planner, chunks: of `chain_planner`.
+
+    Raises: ConfigError, PlanError: parameters or a single block do not fit.
+    """
+    MemoryRule.of(job).budget(planner.job.spec, planner.job.partition).check()
+    return [chain_problem(planner.problem(meta, searched=True)[1], chunks) for meta in metas]
+
+
+def static_plans(
+    problems: Sequence[PlanningProblem], make: Callable[[PlanningProblem], Plan]
+) -> tuple[list[int], list[Plan | None]]:
+    """[rank] -> its recomputation, the least with which all batches fit; and their plans, None: it does not fit.
+
+    Args: problems: of `chain_problems`. make: the plan without limits.
+    """
+    plans = [make(replace(p, memory_limit_bytes=(None,) * p.graph.num_ranks)) for p in problems]
+    levels = _static_levels(problems, plans)
+    chosen: list[Plan | None] = []
+    for problem, plan in zip(problems, plans, strict=True):
+        try:
+            check(at_levels := _at(plan, levels), problem)
+            chosen.append(at_levels)
+        except PlanError:
+            chosen.append(None)
+    return levels, chosen
 
 
 def _chain_parts(

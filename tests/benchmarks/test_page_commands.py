@@ -45,6 +45,9 @@ SMALL = {
     "python benchmarks/split_backward.py": "--width 64 --tokens 64 --repetitions 1",
     "python benchmarks/recipes.py": "4 8",
     "python benchmarks/tuning_flexpipe.py": "--gpus 4",
+    "python benchmarks/tuning.py": "--models t2v_s --parts config --iterations 1 --evaluations 10 --microbatches 16",
+    "python benchmarks/tuning.py --devices": "--models t2v_s --iterations 1 --evaluations 5 --microbatches 8 "
+    "--repetitions 1 --unit-ms 1",
     "python benchmarks/separation.py": "2 4",
     "python benchmarks/cornstarch.py": "--models SSS --evaluations 5",
     "python benchmarks/entrain.py": "--setups h800,a40-1b --workloads mix --iterations 1 --evaluations 20 --replicas 2 "
