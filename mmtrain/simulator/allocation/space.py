@@ -84,7 +84,7 @@ class Space:
         return candidate.having(values)
 
     def check(self) -> None:
-        """Checks the axes. Raises: ConfigError: there is no such axis, or this job cannot have it; names the key."""
+        """Checks the names of the axes. Raises: ConfigError: there is none of that name; with the nearest."""
         for axis in self.axes:
             if axis not in AXES:
                 near = difflib.get_close_matches(axis, AXES, 1)
