@@ -236,7 +236,7 @@ def test_bad_input_is_one_line(capsys, words, message):
 def test_a_recipe_is_written_beside(capsys, tmp_path):
     """Where nothing is searched, one of FlexPipe's types is the fastest schedule of a deep chain."""
     out = tmp_path / "best.toml"
-    changes = ["--training.global_batch_size=32", "--model.language.config.num_hidden_layers=16"]
+    changes = ["--training.global_batch_size=16", "--model.language.config.num_hidden_layers=16"]
     changes += ["--planner.enable=false", "--parallelism.pipeline_parallel_degree=4"]
     words = ["--config", "debug_text.toml", "--cluster", "h100x4", "--iterations", "1", "--schedules", "1F1B"]
     assert main(["tune", *words, *changes, "--out", str(out)]) == 0
