@@ -44,13 +44,14 @@ from tuning_peers import (
 from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.config.config import Config
 from mmtrain.config.sections import CommConfig
+from mmtrain.config.topology import MeshShape
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.plan import JobMethod, make_plan
 from mmtrain.planner.search.search import warm
 from mmtrain.planner.search_settings import search_seed
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
-from mmtrain.simulator.allocation.degrees import Degrees
+from mmtrain.simulator.allocation.degrees import values_of
 from mmtrain.simulator.allocation.judge import GIB, Effort, Judge, Judged
 from mmtrain.simulator.allocation.space import AXES, Space
 from mmtrain.simulator.allocation.tune import Tuned, Tuner
@@ -95,11 +96,11 @@ def tuned(setup: Setup, off: Sequence[str] = (), keep: int = 3) -> tuple[Tuned, 
 
 def row_of(setup: Setup, judged: Judged, cpu_s: float) -> Row:
     config = our_job(setup)
-    degrees = Degrees.of(judged.candidate.job(config))
+    degrees = judged.candidate.job(config).parallelism.mesh_shape
     values = judged.candidate.difference(config).items()
     return Row(
         degrees=degrees,
-        setting=", ".join(f"{key} = {value}" for key, value in values if key not in degrees.values) or "as it is",
+        setting=", ".join(f"{key} = {value}" for key, value in values if key not in values_of(degrees)) or "as it is",
         seconds=judged.seconds,
         bubble=judged.bubble,
         peak_gib=judged.peak_bytes / GIB,
@@ -110,12 +111,12 @@ def row_of(setup: Setup, judged: Judged, cpu_s: float) -> Row:
 # --------------------------------------------------------------------------------------------------- grid
 
 
-def grid_of(setup: Setup, degrees: Degrees) -> tuple[list[Judged], float]:
+def grid_of(setup: Setup, degrees: MeshShape) -> tuple[list[Judged], float]:
     """Whole searches of one step for all candidates of these degrees, and their CPU seconds."""
     start_s, judge = time.process_time(), judge_of(setup)
     space = Space(config=judge.config, num_gpus=setup.num_gpus)
     looks = []
-    for first in (one for one in space.first() if degrees.values.items() <= dict(one.values).items()):
+    for first in (one for one in space.first() if values_of(degrees).items() <= dict(one.values).items()):
         for candidate in (first, space.searched_cut(first, degrees)):
             looks.append(judge.judge(candidate, effort_of(setup, 1)))
             braided = space.braided(candidate, degrees) if looks[-1].seconds else None
@@ -151,7 +152,7 @@ def show_grid(pool: ProcessPoolExecutor, setup: Setup, found: Tuned) -> None:
 # -------------------------------------------------------------------------------------------------- peers
 
 
-def best_chains(pool: ProcessPoolExecutor, setup: Setup, tried: Sequence[Degrees]) -> dict[str, Row]:
+def best_chains(pool: ProcessPoolExecutor, setup: Setup, tried: Sequence[MeshShape]) -> dict[str, Row]:
     """The best of torch's schedules and of Megatron-like on these degrees, on all steps."""
     found = {}
     looks = list(pool.map(chain_rows, [setup] * len(tried), tried))
@@ -195,7 +196,7 @@ def show_devices(setup: Setup, repetitions: int, unit_ms: float) -> None:
     print("| | degrees | simulated s | measured s | ratio |\n|---|---|---|---|---|")
     simulated, measured = [], []
     for case, look in zip(cases, rows, strict=True):
-        degrees = Degrees.of(look.candidate.job(config))
+        degrees = look.candidate.job(config).parallelism.mesh_shape
         answers = run_on_ranks(execute, degrees.pp, [case], repetitions, comm=CommConfig())
         ends = [timelines[0].end_s for timelines in answers[0][1][2:]]  # after virtual time and a run to warm up
         simulated.append(case.expected.end_s)
@@ -237,7 +238,7 @@ def show(title: str, rows: dict[str, Row]) -> None:
         )
 
 
-def _short(degrees: Degrees) -> str:
+def _short(degrees: MeshShape) -> str:
     return f"{degrees.pp}, {degrees.dp}, {degrees.tp}, {degrees.cp}"
 
 
@@ -251,7 +252,7 @@ def compare(pool: ProcessPoolExecutor, setup: Setup, parts: Sequence[str]) -> No
     if "axes" in parts:
         off |= {f"without {axis}": (axis,) for axis in AXES if axis != "degrees" or "config" not in parts}
     jobs = {name: pool.submit(tuned, setup, axes) for name, axes in off.items()}
-    own = Degrees.of(our_job(setup))
+    own = our_job(setup).parallelism.mesh_shape
     rows: dict[str, Row] = {}
     if "config" in parts:
         rows |= {f"{name}, config's degrees": row for name, row in best_chains(pool, setup, [own]).items()}

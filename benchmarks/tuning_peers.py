@@ -22,6 +22,7 @@ from functools import lru_cache, partial
 from peers_setups import CHAINS, CLUSTERS, SEED, Question, chain_job, chain_planner, chain_problems, static_plans
 
 from mmtrain.config.config import Config
+from mmtrain.config.topology import MeshShape
 from mmtrain.costs.machine import Machine
 from mmtrain.errors import ConfigError, PlanError
 from mmtrain.modality.metadata import IterationMeta
@@ -35,7 +36,7 @@ from mmtrain.schedule.recipe.grid import RecipeGrid
 from mmtrain.schedule.recipe.policy import plan_of
 from mmtrain.schedule.simulate import simulate
 from mmtrain.schedule.timeline import Timeline
-from mmtrain.simulator.allocation.degrees import Degrees
+from mmtrain.simulator.allocation.degrees import meshes, values_of
 from mmtrain.simulator.steps import Step, divided, drawn_steps
 from mmtrain.simulator.typical_iterations import usual_workload
 
@@ -88,7 +89,7 @@ def _steps(setup: Setup, workload: str) -> tuple[Step, ...]:
 class Row:
     """What came out, of ours or of a peer."""
 
-    degrees: Degrees
+    degrees: MeshShape
     setting: str
     seconds: tuple[float, ...] = ()
     """Of each step; empty: it does not fit."""
@@ -105,14 +106,14 @@ class Row:
         return statistics.fmean(self.seconds) if self.seconds else math.inf
 
 
-def tried_degrees(setup: Setup) -> list[Degrees]:
+def tried_degrees(setup: Setup) -> list[MeshShape]:
     """All degrees that use all GPUs, with no more context parallelism than is tried."""
-    every = Degrees.all(chain_job(setup.question), setup.num_gpus)
+    every = meshes(chain_job(setup.question), setup.num_gpus)
     return [degrees for degrees in every if degrees.cp <= MOST_CP and setup.microbatches % degrees.dp == 0]
 
 
 def chain_rows(
-    setup: Setup, degrees: Degrees, choices: Sequence[tuple[str, str, int]] = CHOICES, num_steps: int = 1
+    setup: Setup, degrees: MeshShape, choices: Sequence[tuple[str, str, int]] = CHOICES, num_steps: int = 1
 ) -> list[Row]:
     """The choices on these degrees. Args: num_steps: on how many steps they are judged."""
     rows = []
@@ -127,7 +128,7 @@ def chain_rows(
     return rows
 
 
-def flexpipe_row(setup: Setup, degrees: Degrees) -> Row:
+def flexpipe_row(setup: Setup, degrees: MeshShape) -> Row:
     """The type with the least bubble on these degrees, of those that fit, on all steps."""
     start_s = time.process_time()
     ranked: list[tuple[float, str, _Chain, Callable[[PlanningProblem], Plan]]] = []
@@ -169,7 +170,7 @@ class _Chain:
 
     def row(self, make: Callable[[PlanningProblem], Plan], setting: str) -> Row:
         """The steps under a schedule. Args: make: a plan of it."""
-        empty = Row(degrees=Degrees.of(self.job), setting=setting)
+        empty = Row(degrees=self.job.parallelism.mesh_shape, setting=setting)
         try:
             levels, plans = static_plans(self.problems, make)
         except PlanError:  # the schedule does not take as few microbatches
@@ -209,10 +210,12 @@ class _Chain:
         return delay_s + reduced_s + max(self.planner.job.costs.step_s(round(s.updated_params)) for s in states)
 
 
-def _chain(setup: Setup, degrees: Degrees, cut: str, schedule: Schedule, passes: int, num_steps: int) -> _Chain | None:
+def _chain(
+    setup: Setup, degrees: MeshShape, cut: str, schedule: Schedule, passes: int, num_steps: int
+) -> _Chain | None:
     """The first steps on a chain; None: it cannot be cut so, or its parameters do not fit."""
     try:
-        words = [f"{key}={value}" for key, value in degrees.values.items()]
+        words = [f"{key}={value}" for key, value in values_of(degrees).items()]
         job = chain_job(setup.question, *words)
         metas: list[IterationMeta] = []
         for step in setup.steps(job)[:num_steps]:

@@ -115,7 +115,7 @@ def _print_stability(answer: "Allocation") -> None:
     """How many samples show the ratio of the modules' work, if modules have ranks of their own."""
     if answer.stability is None or answer.stable_for is None:
         return
-    of = answer.stable_for.degrees
+    of = answer.stable_for.mesh
     print(f"\npipeline ranks by module for dp {of.dp}, tp {of.tp}, cp {of.cp}, pp {of.pp}:")
     for trial in answer.stability.trials:
         shown = ", ".join(f"{':'.join(map(str, one))} ({count})" for one, count in trial.allocations[:6])

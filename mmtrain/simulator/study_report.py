@@ -29,11 +29,11 @@ def table(report: Report) -> str:
         "",
     ]
     answers = [answer for answer in report.answers if not answer.problem]
-    lines += _aligned([_COLUMNS, *(_row(answer, machine, shape.world_size // shape.dp) for answer in answers)])
+    lines += aligned([_COLUMNS, *(_row(answer, machine, shape.world_size // shape.dp) for answer in answers)])
     if answers:
-        lines += ["", "% of ranks x seconds, 100 in all:", *_aligned(breakdown_rows(answers))]
+        lines += ["", "% of ranks x seconds, 100 in all:", *aligned(breakdown_rows(answers))]
         lines += ["", "standard deviation in seconds, of the microbatches of a module and of the replicas:"]
-        lines += _aligned(_spread_rows(answers))
+        lines += aligned(_spread_rows(answers))
     lines += _budgets(report)
     lines += [""] * any((report.notes, _faults(report)))
     lines += _faults(report)
@@ -60,7 +60,7 @@ def _spread_rows(answers: Sequence[Answer]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """A line for each row, with columns of one width: the first to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [

@@ -9,10 +9,10 @@ import pytest
 from mmtrain.commands.cli import main
 from mmtrain.commands.sample_files import drawn_costs
 from mmtrain.config import config
+from mmtrain.config.topology import MeshShape
 from mmtrain.costs.machine import Machine
 from mmtrain.errors import ConfigError
 from mmtrain.simulator.allocation.allocate import allocate, described
-from mmtrain.simulator.allocation.degrees import Degrees
 from mmtrain.simulator.job import make_job
 from mmtrain.simulator.steps import divided, packed_step
 from mmtrain.simulator.whole_iteration import IterationSimulator
@@ -37,8 +37,8 @@ def answer(job, costs):
 
 def test_all_gpus_are_used_and_the_fastest_comes_first(job, answer):
     for one in answer.ranked:
-        degrees, ranks = one.estimate.degrees, one.estimate.ranks
-        assert math.prod(degrees) == 8
+        degrees, ranks = one.estimate.mesh, one.estimate.ranks
+        assert degrees.world_size == 8
         assert not ranks or sum(ranks) == degrees.pp
         assert job.training.global_batch_size % degrees.dp == 0
     seconds = [one.judged.mean_s for one in answer.ranked]
@@ -50,7 +50,7 @@ def test_all_gpus_are_used_and_the_fastest_comes_first(job, answer):
 def test_a_step_waits_for_the_slowest_of_all_replicas(job, costs):
     """With one microbatch a replica and no pipeline, no step is shorter than its slowest microbatch alone."""
     ranked = allocate(job, costs, 8, finalists=12).ranked
-    (whole,) = [one for one in ranked if one.estimate.degrees == Degrees(pp=1, dp=8, tp=1, cp=1)]
+    (whole,) = [one for one in ranked if one.estimate.mesh == MeshShape(dp_shard=8)]
     alone = whole.estimate.candidate.job(job)
     machine = Machine.of(alone)
     simulator = IterationSimulator.of(alone, machine.network)
@@ -67,7 +67,7 @@ def test_equation_4_2_with_the_best_cut_of_each_module(job, costs, answer):
     """Of two modules with a rank each, all stages are known: the sum of both, and K - 1 times the longer one."""
     ranked = [one.estimate for one in allocate(job, costs, 2, finalists=6).ranked]
     pair = next(one for one in ranked if one.ranks == (1, 1))
-    whole = next(one for one in ranked if one.degrees.pp == 1)
+    whole = next(one for one in ranked if one.mesh.pp == 1)
     count, total = job.training.global_batch_size, whole.seconds / (job.training.global_batch_size // 2)
     assert total < pair.seconds < count * total
     assert pair.seconds >= total + (count - 1) * total / 2
@@ -89,7 +89,7 @@ def test_what_it_prints_can_be_planned(job, answer, tmp_path):
 
 def test_the_number_of_samples_goes_with_the_ranks(job, costs, answer):
     assert answer.stable_for is not None and answer.stability is not None
-    assert sum(answer.stability.whole) == answer.stable_for.degrees.pp
+    assert sum(answer.stability.whole) == answer.stable_for.mesh.pp
     assert answer.stability.message.startswith(("b_min = ", "no stable batch"))
     again = allocate(job, replace(costs, is_whole=True), 8, finalists=4, largest=4096)
     assert "all 256 samples of the source" in again.stability.message
@@ -115,7 +115,7 @@ def test_ranks_and_samples_of_the_job_as_it_is_exclude_no_degrees(job, costs):
     other = config.load("debug_vlm.toml", [*ON_A40, *placed, *few])
     found, plain = (allocate(of, costs, 16, finalists=1) for of in (other, job))
     assert found.num_candidates == plain.num_candidates
-    assert found.best.degrees == plain.best.degrees
+    assert found.best.mesh == plain.best.mesh
 
 
 def test_that_none_runs_says_what_to_change(capsys):

@@ -7,9 +7,10 @@ import pytest
 
 from mmtrain.commands.cli import main
 from mmtrain.config import config
+from mmtrain.config.topology import MeshShape
 from mmtrain.errors import ConfigError
 from mmtrain.simulator.allocation.candidate import Candidate
-from mmtrain.simulator.allocation.degrees import Degrees
+from mmtrain.simulator.allocation.degrees import values_of
 from mmtrain.simulator.allocation.judge import Effort, Judge, Judged
 from mmtrain.simulator.allocation.space import AXES, Space
 from mmtrain.simulator.allocation.tune import Tuner, ordered
@@ -33,7 +34,7 @@ def tuner(job, num_gpus, **changes):
 def all_of(space):
     """Every candidate of a space: all degrees with the values of all axes, at most one of each axis."""
     for first in space.first():
-        degrees = Degrees.of(first.job(space.config)) if runs(first, space.config) else None
+        degrees = first.job(space.config).parallelism.mesh_shape if runs(first, space.config) else None
         if degrees is None:
             continue
         choices = {axis: [{}] for axis in AXES}
@@ -94,11 +95,32 @@ def test_values_of_the_command_line_stay():
     keys = ("parallelism.tensor_parallel_degree", "activation_checkpoint.mode", "model.encoder.num_segments")
     space = Space(config=job, num_gpus=16, fixed=frozenset(keys))
     made = [one.job(job) for one in all_of(space) if runs(one, job)]
-    assert len({Degrees.of(one) for one in made}) > 5
+    assert len({one.parallelism.mesh_shape for one in made}) > 5
     for one in made:
         assert one.parallelism.tensor_parallel_degree == 2
         assert one.activation_checkpoint.mode == "full" and one.model.encoder.num_segments == 2
     assert {one.parallelism.pipeline_parallel_schedule for one in made} >= {"interleave", "ZB-AutoSchedule"}
+
+
+def test_a_given_number_of_replicas_stays():
+    key = "parallelism.data_parallel_replicate_degree"
+    job = config.load("debug_text.toml", [*ON_H100, f"{key}=2"])
+    for replicate in (False, True):
+        space = Space(config=job, num_gpus=8, fixed=frozenset({key}), replicate=replicate)
+        found = [one.job(job).parallelism.mesh_shape for one in space.first()]
+        assert len(found) > 5 and {mesh.dp_replicate for mesh in found} == {2}
+
+
+def test_candidates_that_fail_at_last_are_no_answer():
+    """Nothing fits into the steps of the last look, which are longer than those of the first."""
+    job = config.load("debug_text.toml", ON_H100)
+    search = tuner(job, 2)
+    judge = search.judge.judge
+    search.judge.judge = lambda one, effort: (
+        Judged(candidate=one, problem="no plan fits") if effort is LAST else judge(one, effort)
+    )
+    with pytest.raises(ConfigError, match=r"tune: none of \d candidates runs; the first: no plan fits"):
+        search.run()
 
 
 def test_other_numbers_of_tokens_keep_the_tokens_of_a_step():
@@ -131,8 +153,8 @@ def test_a_part_of_a_step_stands_for_the_whole():
     job = config.load("debug_qwen2_vl.toml", [*ON_H100, "training.global_batch_size=32"])
     judge = tuner(job, 2).judge
     of = Space(config=job, num_gpus=4)
-    for degrees in (Degrees(pp=2, dp=2, tp=1, cp=1), Degrees(pp=1, dp=4, tp=1, cp=1), Degrees(pp=2, dp=1, tp=2, cp=1)):
-        candidate = of.settled(degrees.values)
+    for degrees in (MeshShape(pp=2, dp_shard=2), MeshShape(dp_shard=4), MeshShape(pp=2, tp=2)):
+        candidate = of.settled(values_of(degrees))
         whole = judge.judge(candidate, Effort(evaluations=0))
         part = judge.judge(candidate, Effort(evaluations=0, num_microbatches=16))
         assert whole.mean_s == pytest.approx(part.mean_s, rel=0.1), degrees
@@ -223,6 +245,10 @@ def refused(capsys, *words):
         (["--cluster", "h800x16", "--out", "best.yaml"], "name a file that ends in .toml"),
         (["--cluster", "h800x16", "--samples", "a.json", "--workload", "mix"], "both say what samples are"),
         (["--cluster", "a40x2"], "lacks "),
+        (
+            ["--cluster", "h800x16", "--parallelism.tensor_parallel_degree=3"],
+            "no degrees of parallelism make 16 GPUs (--cluster) with parallelism.tensor_parallel_degree = 3",
+        ),
         (
             ["--cluster", "h800x16", "--axes", "cut", "--parallelism.data_parallel_shard_degree=2"],
             "make 32 ranks; change a degree",

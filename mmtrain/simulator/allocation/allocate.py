@@ -115,7 +115,7 @@ def allocate(
         num_gpus=num_gpus,
         num_candidates=len(candidates),
         ranked=tuple(ranked),
-        stability=stable(_work(job, costs.samples), own.degrees.pp, _most(job)) if own and job else None,
+        stability=stable(_work(job, costs.samples), own.mesh.pp, _most(job)) if own and job else None,
         stable_for=own,
         samples_per_step=config.training.global_batch_size * per_microbatch(costs),
     )
@@ -123,7 +123,7 @@ def allocate(
 
 def described(config: Config, one: Ranked) -> str:
     """A candidate in one line: degrees, ranks, seconds and GiB."""
-    estimate, judged, of = one.estimate, one.judged, one.estimate.degrees
+    estimate, judged, of = one.estimate, one.judged, one.estimate.mesh
     names = config.model.cut_modules
     ranks = ", ".join(f"{name} {n}" for name, n in zip(names, estimate.ranks, strict=False)) or "all modules on all"
     seconds = f"{judged.mean_s:9.3f}" if judged.seconds else f"{'-':>9}"

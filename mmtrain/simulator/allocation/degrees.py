@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from mmtrain.config.assignment import AssignmentConfig
 from mmtrain.config.config import Config
 from mmtrain.config.model import section_of
+from mmtrain.config.topology import MeshShape
 from mmtrain.costs.operators.cluster import Cluster
 from mmtrain.errors import ConfigError
 from mmtrain.modality.split import split_evenly
@@ -19,59 +20,36 @@ from mmtrain.simulator.job import check_degrees
 from mmtrain.spec.work_size import ZERO_WORK, WorkSize
 
 
-class Degrees(NamedTuple):
-    """Degrees of parallelism; their product is the number of ranks."""
+def values_of(mesh: MeshShape) -> dict[str, Any]:
+    """Key of the config -> degree, of the meshes of jobs."""
+    return {
+        "parallelism.data_parallel_replicate_degree": mesh.dp_replicate,
+        "parallelism.data_parallel_shard_degree": mesh.dp_shard,
+        "parallelism.context_parallel_degree": mesh.cp,
+        "parallelism.tensor_parallel_degree": mesh.tp,
+        "parallelism.pipeline_parallel_degree": mesh.pp,
+    }
 
-    pp: int
-    dp: int
-    """FSDP2's shards."""
-    tp: int
-    cp: int
-    replicate: int = 1
 
-    @property
-    def values(self) -> dict[str, Any]:
-        """Key of the config -> degree."""
-        return {
-            "parallelism.data_parallel_replicate_degree": self.replicate,
-            "parallelism.data_parallel_shard_degree": self.dp,
-            "parallelism.context_parallel_degree": self.cp,
-            "parallelism.tensor_parallel_degree": self.tp,
-            "parallelism.pipeline_parallel_degree": self.pp,
-        }
+def meshes(config: Config, num_gpus: int, *, replicate: bool = False) -> Iterator[MeshShape]:
+    """All meshes of a number of GPUs, with the ranks of tp inside of a node, the least tp and cp first.
 
-    @classmethod
-    def of(cls, config: Config) -> "Degrees":
-        """Those of a job."""
-        section = config.parallelism
-        return cls(
-            pp=section.pipeline_parallel_degree,
-            dp=section.data_parallel_shard_degree,
-            tp=section.tensor_parallel_degree,
-            cp=section.context_parallel_degree,
-            replicate=section.data_parallel_replicate_degree,
-        )
-
-    @classmethod
-    def all(cls, config: Config, num_gpus: int, *, replicate: bool = False) -> Iterator["Degrees"]:
-        """All products that make a number of GPUs, with the ranks of tp inside of a node, the least tp and cp first.
-
-        Args: replicate: also several replicas of shards.
-        """
-        per_node = gpus_of_node(config, num_gpus)
-        for tp in (tp for tp in divisors(num_gpus) if tp <= per_node):
-            for cp in divisors(num_gpus // tp):
-                for pp in divisors(num_gpus // (tp * cp)):
-                    rest = num_gpus // (tp * cp * pp)
-                    for replicas in divisors(rest) if replicate else [1]:
-                        yield cls(pp=pp, dp=rest // replicas, tp=tp, cp=cp, replicate=replicas)
+    Args: replicate: also several replicas of FSDP2's shards.
+    """
+    per_node = gpus_of_node(config, num_gpus)
+    for tp in (tp for tp in divisors(num_gpus) if tp <= per_node):
+        for cp in divisors(num_gpus // tp):
+            for pp in divisors(num_gpus // (tp * cp)):
+                rest = num_gpus // (tp * cp * pp)
+                for replicas in divisors(rest) if replicate else [1]:
+                    yield MeshShape(pp=pp, dp_replicate=replicas, dp_shard=rest // replicas, cp=cp, tp=tp)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
     """Degrees of parallelism, and the pipeline ranks of each module."""
 
-    degrees: Degrees
+    mesh: MeshShape
     ranks: tuple[int, ...]
     """[module], of those that are cut; they add up to the degree of the pipeline. Empty: all ranks hold a part of each
     module."""
@@ -83,7 +61,7 @@ class Estimate:
     @property
     def key(self) -> tuple[float, int, int, int, tuple[int, ...]]:
         """Sort key: the estimate, then the least tp, cp and dp."""
-        return self.seconds, self.degrees.tp, self.degrees.cp, self.degrees.dp, self.ranks
+        return self.seconds, self.mesh.tp, self.mesh.cp, self.mesh.dp, self.ranks
 
 
 def gpus_of_node(config: Config, num_gpus: int) -> int:
@@ -96,12 +74,12 @@ def estimates(config: Config, costs: SampleCosts, num_gpus: int) -> list[Estimat
     """All degrees that fit, with their placements, the shortest estimate first."""
     made: list[Estimate] = []
     priced: dict[tuple[int, int], Mapping[str, Sequence[float]] | None] = {}
-    for degrees in Degrees.all(config, num_gpus):
-        key = degrees.tp, degrees.cp
+    for mesh in meshes(config, num_gpus):
+        key = mesh.tp, mesh.cp
         if key not in priced:
-            priced[key] = _priced(config, costs, degrees)
-        if (layers := priced[key]) is not None and config.training.global_batch_size % degrees.dp == 0:
-            made += _placements(config, layers, degrees)
+            priced[key] = _priced(config, costs, mesh)
+        if (layers := priced[key]) is not None and config.training.global_batch_size % mesh.dp == 0:
+            made += _placements(config, layers, mesh)
     return sorted(made, key=lambda one: one.key)
 
 
@@ -110,15 +88,15 @@ def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _priced(config: Config, costs: SampleCosts, degrees: Degrees) -> Mapping[str, Sequence[float]] | None:
+def _priced(config: Config, costs: SampleCosts, mesh: MeshShape) -> Mapping[str, Sequence[float]] | None:
     """Module -> [layer] -> seconds of forward and backward of a mean microbatch; None: tp or cp do not fit."""
-    alone = degrees._replace(pp=1, dp=degrees.pp * degrees.dp)
+    alone = replace(mesh, pp=1, dp_shard=mesh.pp * mesh.dp_shard)
     job = replace(
         config,
-        training=replace(config.training, global_batch_size=alone.dp * degrees.tp * degrees.cp),
+        training=replace(config.training, global_batch_size=mesh.world_size),
         assignment=AssignmentConfig(),
     )
-    values = alone.values | {"planner.placement": "spread"}
+    values = values_of(alone) | {"planner.placement": "spread"}
     values |= {f"{section_of(name)}.ranks": 0 for name in config.model.cut_modules}
     try:
         job = Candidate().having(values).job(job)
@@ -146,16 +124,16 @@ def per_microbatch(costs: SampleCosts) -> float:
     return float(min(most / mean for most, mean in zip(costs.limits, means, strict=True)))
 
 
-def _placements(config: Config, priced: Mapping[str, Sequence[float]], degrees: Degrees) -> list[Estimate]:
+def _placements(config: Config, priced: Mapping[str, Sequence[float]], mesh: MeshShape) -> list[Estimate]:
     """All modules on all ranks; and each on ranks of its own: in proportion to its work, or with one rank moved."""
-    num_ranks = degrees.pp
-    total, count = sum(map(sum, priced.values())), config.training.global_batch_size // degrees.dp
+    num_ranks = mesh.pp
+    total, count = sum(map(sum, priced.values())), config.training.global_batch_size // mesh.dp
     names = [name for name in config.model.cut_modules if name in priced]
     most = [len(priced[name]) for name in names]
 
     def estimate(ranks: tuple[int, ...], slowest_s: float) -> Estimate:
-        candidate = Candidate().having(degrees.values | _placed(config, ranks))
-        return Estimate(degrees=degrees, ranks=ranks, candidate=candidate, seconds=total + (count - 1) * slowest_s)
+        candidate = Candidate().having(values_of(mesh) | _placed(config, ranks))
+        return Estimate(mesh=mesh, ranks=ranks, candidate=candidate, seconds=total + (count - 1) * slowest_s)
 
     made = [estimate((), total / num_ranks)] if all(num_ranks <= layers for layers in most) else []
     if len(names) < 2 or len(names) != len(config.model.cut_modules) or not len(names) <= num_ranks <= sum(most):

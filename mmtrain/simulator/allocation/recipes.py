@@ -12,13 +12,10 @@ from mmtrain.schedule.recipe.grid import RecipeGrid
 from mmtrain.schedule.recipe.language import Recipe
 
 
-def best_recipes(
-    folder: Path, num_ranks: int, problem_of: Callable[[Path], PlanningProblem | None], number: int = 1
-) -> Iterator[Path]:
-    """The files of the fastest recipes of each placement, written into a folder.
+def best_recipes(folder: Path, num_ranks: int, problem_of: Callable[[Path], PlanningProblem | None]) -> Iterator[Path]:
+    """The file of the fastest recipe of each placement, written into a folder.
 
-    Args: problem_of: the planning problem of a job under the recipe of a file; None: it has none. number: of each
-        placement.
+    Args: problem_of: the planning problem of a job under the recipe of a file; None: it has none.
     """
     placements: dict[object, list[tuple[str, Recipe]]] = {}
     for name, recipe in flexpipe_types(num_ranks):
@@ -34,8 +31,9 @@ def best_recipes(
             scores = {name: grid.score(recipe) for name, recipe in types}
         except PlanError:  # one microbatch alone exceeds the memory limit, whatever the recipe
             continue
-        ran = [(name, recipe) for name, recipe in types if not scores[name].stuck]
-        for name, recipe in sorted(ran, key=lambda one: (scores[one[0]].makespan_s, one[0]))[:number]:
+        ran = [(scores[name].makespan_s, name, recipe) for name, recipe in types if not scores[name].stuck]
+        if ran:
+            _, name, recipe = min(ran, key=lambda one: one[:2])
             yield _written(folder, name, recipe)
 
 

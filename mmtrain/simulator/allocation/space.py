@@ -9,11 +9,12 @@ from typing import Any
 from mmtrain.config.config import Config, value_of
 from mmtrain.config.model import section_of
 from mmtrain.config.toml_sections import shown
+from mmtrain.config.topology import MeshShape
 from mmtrain.costs.operators.cluster import Cluster
 from mmtrain.errors import ConfigError
 from mmtrain.schedule.recipe.files import schedule_of
 from mmtrain.simulator.allocation.candidate import Candidate
-from mmtrain.simulator.allocation.degrees import Degrees
+from mmtrain.simulator.allocation.degrees import meshes, values_of
 from mmtrain.simulator.study import PLANNED_LIMIT
 
 AXES: Mapping[str, str] = {
@@ -51,11 +52,14 @@ class Space:
     """Names, and files of recipes, that are tried in place of searched plans."""
 
     def first(self) -> list[Candidate]:
-        """All degrees with the settings that the search begins with, the least tp and cp first."""
+        """All degrees with the settings that the search begins with, the least tp and cp first.
+
+        Raises: ConfigError: none go with those that the user gave.
+        """
         return [
-            self.settled({**degrees.values, **self._encoders(degrees, "shard"), **batch})
+            self.settled({**values_of(mesh), **self._encoders(mesh, "shard"), **batch})
             for batch in self._batches()
-            for degrees in self._degrees()
+            for mesh in self._meshes()
         ]
 
     def settled(self, values: Values) -> Candidate:
@@ -63,23 +67,23 @@ class Space:
         begin = {**self._cut({"planner.partition": "dip"}), **self._memory, **self._search}
         return Candidate().having(self._free({**begin, **values}))
 
-    def searched_cut(self, candidate: Candidate, degrees: Degrees) -> Candidate:
+    def searched_cut(self, candidate: Candidate, mesh: MeshShape) -> Candidate:
         """The candidate with its partition searched, and with it on which ranks its modules are."""
-        placed = "search" if degrees.pp > 1 and self._several else "spread"
+        placed = "search" if mesh.pp > 1 and self._several else "spread"
         return candidate.having(self._free(self._cut({"planner.partition": "search", "planner.placement": placed})))
 
-    def others(self, degrees: Degrees) -> Iterator[tuple[str, Values]]:
+    def others(self, mesh: MeshShape) -> Iterator[tuple[str, Values]]:
         """(axis, values) to try in place of a candidate's own, one at a time."""
-        tried = [*self._other_degrees(degrees), *self._other_cuts(degrees), *self._other_memory()]
-        tried += self._other_schedules(degrees)
+        tried = [*self._other_degrees(mesh), *self._other_cuts(mesh), *self._other_memory()]
+        tried += self._other_schedules(mesh)
         for axis, values in tried:
             if axis in self.axes and (free := self._free(values)):
                 yield axis, free
 
-    def braided(self, candidate: Candidate, degrees: Degrees) -> Candidate | None:
+    def braided(self, candidate: Candidate, mesh: MeshShape) -> Candidate | None:
         """The candidate with blocks; None: it has none, or the axis is not to be tried."""
         values = self._free({"planner.braid": True})
-        if "braid" not in self.axes or not values or degrees.tp == 1:
+        if "braid" not in self.axes or not values or mesh.tp == 1:
             return None
         return candidate.having(values)
 
@@ -136,17 +140,20 @@ class Space:
 
     # ----------------------------------------------------------------------------------------- degrees
 
-    def _degrees(self) -> list[Degrees]:
+    def _meshes(self) -> list[MeshShape]:
+        own = self.config.parallelism.mesh_shape
         if "degrees" not in self.axes:
-            return [Degrees.of(self.config)]
-        tried = Degrees.all(self.config, self.num_gpus, replicate=self.replicate)
-        own = Degrees.of(self.config)
-        return [
-            degrees
-            for degrees in tried
-            if all(value_of(self.config, key) == degree for key, degree in degrees.values.items() if key in self.fixed)
-            and (self.replicate or degrees.replicate == 1 or degrees == own)
-        ]
+            return [own]
+        given = {key: degree for key, degree in values_of(own).items() if key in self.fixed}
+        replicate = self.replicate or (own.dp_replicate > 1 and "parallelism.data_parallel_replicate_degree" in given)
+        tried = meshes(self.config, self.num_gpus, replicate=replicate)
+        found = [mesh for mesh in tried if given.items() <= values_of(mesh).items()]
+        if not found:
+            raise ConfigError(
+                f"tune: no degrees of parallelism make {self.num_gpus} GPUs (--cluster) with "
+                f"{', '.join(f'{key} = {degree}' for key, degree in given.items())}; change one of them"
+            )
+        return found
 
     def _batches(self) -> list[Values]:
         """The numbers of tokens of a microbatch: that of the job, then others with as many tokens a step."""
@@ -158,13 +165,13 @@ class Space:
                 batches.append({"training.seq_len": tokens, "training.global_batch_size": total // tokens})
         return batches
 
-    def _encoders(self, degrees: Degrees, how: str) -> Values:
+    def _encoders(self, mesh: MeshShape, how: str) -> Values:
         key = "parallelism.encoder_tensor_parallel"
         divided = self.config.model.encoders and "degrees" in self.axes
-        return {key: how if degrees.tp > 1 else "shard"} if divided else {}
+        return {key: how if mesh.tp > 1 else "shard"} if divided else {}
 
-    def _other_degrees(self, degrees: Degrees) -> Iterator[tuple[str, Values]]:
-        if degrees.tp > 1 and (values := self._encoders(degrees, "data")):
+    def _other_degrees(self, mesh: MeshShape) -> Iterator[tuple[str, Values]]:
+        if mesh.tp > 1 and (values := self._encoders(mesh, "data")):
             yield "degrees", values
 
     # -------------------------------------------------------------------------------------------- cuts
@@ -186,11 +193,11 @@ class Space:
             opened |= {f"{section}.num_segments": 0, f"{section}.pipeline_layout": "", f"{section}.ranks": 0}
         return {**opened, "planner.placement": "spread", **values}
 
-    def _other_cuts(self, degrees: Degrees) -> Iterator[tuple[str, Values]]:
+    def _other_cuts(self, mesh: MeshShape) -> Iterator[tuple[str, Values]]:
         for section, module in zip(self._sections, self.config.model.cut_modules.values(), strict=True):
             if getattr(module, "sub_microbatch_size", 0):
                 yield "cut", {f"{section}.sub_microbatch_size": 0}
-        if self._several and degrees.pp > 1:
+        if self._several and mesh.pp > 1:
             yield "cut", self._cut({"planner.partition": "mixed-latency"})
 
     # ------------------------------------------------------------------------------------------ memory
@@ -226,18 +233,18 @@ class Space:
             "parallelism.separate_gradients": False,
         }
 
-    def _other_schedules(self, degrees: Degrees) -> Iterator[tuple[str, Values]]:
-        if degrees.pp == 1:
+    def _other_schedules(self, mesh: MeshShape) -> Iterator[tuple[str, Values]]:
+        if mesh.pp == 1:
             return
         for name in self.schedules:
-            for values in self.ordered(name, degrees):
+            for values in self.ordered(name, mesh):
                 yield "schedule", values
 
-    def ordered(self, name: str, degrees: Degrees) -> Iterator[Values]:
+    def ordered(self, name: str, mesh: MeshShape) -> Iterator[Values]:
         """The order of a schedule as it is, with memory options that the planner fits: on any cut if it keeps memory
         limits by itself, else on one chain of all modules with the chunks that it is for."""
         order = {"parallelism.pipeline_parallel_schedule": name, "planner.interleave": False}
-        schedule = schedule_of(name, degrees.pp)
+        schedule = schedule_of(name, mesh.pp)
         if "cut" not in self.axes or (schedule.keeps_memory_limits and not schedule.segments):
             yield self._free(order)
             return

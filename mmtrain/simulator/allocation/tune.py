@@ -1,8 +1,8 @@
 """Which settings make a job fastest on some GPUs: a search over degrees, cut, memory, schedule and blocks by successive
 halving, judged by the simulator. Pure.
 
-1. All degrees that fit, with the partition's rule and a first plan, on the first microbatches of one step; the better
-   half of them also with blocks.
+1. All degrees that fit, with the partition's rule and a first plan, on the first microbatches of one step; the best
+   sixteen of them also with blocks.
 2. The best of those with searches of these microbatches.
 3. For the best of those, other values of each axis, one at a time; the ones that help, together; and a searched
    partition.
@@ -22,10 +22,10 @@ from statistics import fmean, stdev
 from typing import Any
 
 from mmtrain.config.config import Config
+from mmtrain.config.topology import MeshShape
 from mmtrain.errors import ConfigError
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.simulator.allocation.candidate import Candidate
-from mmtrain.simulator.allocation.degrees import Degrees
 from mmtrain.simulator.allocation.judge import GIB, Effort, Judge, Judged
 from mmtrain.simulator.allocation.recipes import best_recipes
 from mmtrain.simulator.allocation.space import Space
@@ -34,6 +34,7 @@ SECOND, THIRD = 8, 3
 """Candidates that are looked at closer, and those whose other values are tried."""
 FIRST_LOOK = Effort(num_microbatches=16, evaluations=0)
 OF_CUT_AND_SEARCH = {"planner.partition", "planner.interleave"}
+"""Keys that a searched partition of a searching job sets otherwise."""
 HELPS = 0.005
 """Part of the seconds that another value has to save."""
 
@@ -83,11 +84,14 @@ class Tuner:
 
     def run(self) -> Tuned:
         """The best candidates. Raises: ConfigError: nothing runs; with what comes closest."""
-        second = self._best([self._look(one.candidate, self._second_look, "searches") for one in self._first()])
-        third = [look for one in second[:THIRD] for look in self._improved(one)]
+        second = [self._look(one.candidate, self._second_look, "searches") for one in self._first()]
+        third = [look for one in self._best(second)[:THIRD] for look in self._improved(one)]
         finalists = self._of_degrees([*second, *third])[: self.keep]
         config = self.space.config
-        rows = ordered([self._look(one.candidate, self.effort, "whole steps") for one in finalists], config)
+        looks = [self._look(one.candidate, self.effort, "whole steps") for one in finalists]
+        rows = ordered([one for one in looks if one.seconds], config)
+        if not rows:
+            raise ConfigError(nothing_runs(looks or second, config))
         own = None
         if config.parallelism.mesh_shape.world_size == self.space.num_gpus:
             own = self._look(Candidate(), self.effort, "the job as it is")
@@ -108,7 +112,7 @@ class Tuner:
         if not runs:
             raise ConfigError(nothing_runs(looks, self.space.config))
         for one in runs[: 2 * SECOND]:
-            braided = self.space.braided(one.candidate, self._degrees(one))
+            braided = self.space.braided(one.candidate, self._mesh(one))
             if braided is not None:
                 runs.append(self._look(braided, FIRST_LOOK, "blocks"))
         return self._of_degrees(runs)[:SECOND]
@@ -119,7 +123,7 @@ class Tuner:
         begin = self._look(one.candidate, FIRST_LOOK, "other settings")
         helps: dict[str, Judged] = {}
         values_of: dict[Candidate, Mapping[str, Any]] = {}
-        for axis, values in [*self.space.others(self._degrees(one)), *self._recipes(one)]:
+        for axis, values in [*self.space.others(self._mesh(one)), *self._recipes(one)]:
             look = self._look(one.candidate.having(values), FIRST_LOOK, "other settings")
             values_of[look.candidate] = values
             if look.mean_s < min(begin.mean_s * (1 - HELPS), helps.get(axis, begin).mean_s):
@@ -131,28 +135,28 @@ class Tuner:
             if look.mean_s < best.mean_s * (1 - HELPS):
                 best = look
                 searched = searched if values.keys() & OF_CUT_AND_SEARCH else searched.having(values)
-        cut = self.space.searched_cut(searched, self._degrees(one))
+        cut = self.space.searched_cut(searched, self._mesh(one))
         return [best, self._look(cut, self._second_look, "partitions")]
 
     def _recipes(self, one: Judged) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """(axis, values) of recipes for a job of one module."""
-        degrees = self._degrees(one)
-        if self.recipes is None or not self.space.tries_recipes or degrees.pp == 1:
+        mesh = self._mesh(one)
+        if self.recipes is None or not self.space.tries_recipes or mesh.pp == 1:
             return
-        folder = self.recipes / f"pp{degrees.pp}"
+        folder = self.recipes / f"pp{mesh.pp}"
         folder.mkdir(exist_ok=True)
 
         def values_of(path: Path) -> Mapping[str, Any]:
-            return next(self.space.ordered(str(path), degrees))
+            return next(self.space.ordered(str(path), mesh))
 
         def problem_of(path: Path) -> PlanningProblem | None:
             return self.judge.problem(one.candidate.having(values_of(path)), FIRST_LOOK)
 
-        for path in best_recipes(folder, degrees.pp, problem_of):
+        for path in best_recipes(folder, mesh.pp, problem_of):
             yield "schedule", values_of(path)
 
-    def _degrees(self, one: Judged) -> Degrees:
-        return Degrees.of(one.candidate.job(self.space.config))
+    def _mesh(self, one: Judged) -> MeshShape:
+        return one.candidate.job(self.space.config).parallelism.mesh_shape
 
     def _look(self, candidate: Candidate, effort: Effort, what: str) -> Judged:
         self.progress(what)
@@ -168,10 +172,10 @@ class Tuner:
     def _of_degrees(self, looks: Sequence[Judged]) -> list[Judged]:
         """The best of each degrees and number of tokens, with searched plans and with a schedule as it is; the fastest
         first."""
-        best: dict[tuple[Degrees, int, bool], Judged] = {}
+        best: dict[tuple[MeshShape, int, bool], Judged] = {}
         for one in self._best(looks):
             job = one.candidate.job(self.space.config)
-            best.setdefault((Degrees.of(job), job.training.seq_len, job.planner.interleave), one)
+            best.setdefault((job.parallelism.mesh_shape, job.training.seq_len, job.planner.interleave), one)
         return list(best.values())
 
 
@@ -199,8 +203,8 @@ def _tied(one: Judged, other: Judged) -> bool:
 
 def simplicity(candidate: Candidate, config: Config) -> tuple[int, int, int, int]:
     """Sort key: the number of changes of the config, then tp, cp and pp."""
-    degrees = Degrees.of(candidate.job(config))
-    return len(candidate.difference(config)), degrees.tp, degrees.cp, degrees.pp
+    mesh = candidate.job(config).parallelism.mesh_shape
+    return len(candidate.difference(config)), mesh.tp, mesh.cp, mesh.pp
 
 
 _NUMBER = re.compile(r"(?<=rank |step )\d+|\d[\d.]*(?= GiB)")

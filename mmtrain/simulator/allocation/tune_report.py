@@ -8,10 +8,9 @@ from mmtrain.config.toml_sections import apply_override
 from mmtrain.simulator.allocation.candidate import toml_of
 from mmtrain.simulator.allocation.judge import GIB, Judged
 from mmtrain.simulator.allocation.tune import Tuned
+from mmtrain.simulator.study_report import aligned
 
 _COLUMNS = ("", "iteration s", "of the job's", "MFU", "bubble", "peak GiB")
-
-
 SCHEDULE = "parallelism.pipeline_parallel_schedule"
 
 
@@ -20,7 +19,7 @@ def table(tuned: Tuned) -> str:
     rows = [(str(number), *_cells(one, tuned)) for number, one in enumerate(tuned.rows, 1)]
     if tuned.own is not None:
         rows.append(("job", *_cells(tuned.own, tuned)))
-    lines = [*_aligned([_COLUMNS, *rows]), ""]
+    lines = [*aligned([_COLUMNS, *rows]), ""]
     lines += [f"{number}: {_settings(one, tuned)}" for number, one in enumerate(tuned.rows, 1)]
     if tuned.own is not None and tuned.own.problem:
         lines.append(f"the job itself does not run: {tuned.own.problem}")
@@ -81,8 +80,3 @@ def _cells(one: Judged, tuned: Tuned) -> tuple[str, ...]:
 
 def _settings(one: Judged, tuned: Tuned) -> str:
     return one.candidate.described(tuned.config) or "the settings of the job"
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
