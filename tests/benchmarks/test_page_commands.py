@@ -72,6 +72,7 @@ ELSEWHERE = {
     "python benchmarks/entrain.py --parts speed": "a part of all of it",
     "python benchmarks/entrain.py --parts packed": "a part of all of it",
     "python benchmarks/entrain.py --parts std,cpu": "parts of all of it",
+    "python benchmarks/tuning.py --devices --unit-ms 8": "tests/benchmarks/test_emulation.py emulates a job's devices",
     "benchmarks/on_gpu.sh pack FOLDER": "needs a network, for wheels",
     "benchmarks/on_gpu.sh wheels": "needs the folder of wheels that pack makes",
     "benchmarks/on_gpu.sh all": "needs a GPU",
