@@ -13,7 +13,7 @@ from mmtrain.commands import cli
 from tests.guides import DOCS, ROOT, Command, make_source_tree, run_anew, small_trainings
 
 COUNTS = ("rounds", "steps", "iterations", "repetitions", "batches", "ranks", "replicas", "limit", "wait", "gpus")
-SIZES = {"--free": 0, "--training.global_batch_size": 1, "--chart": 1}
+SIZES = {"--free": 0, "--training.global_batch_size": 1, "--chart": 1, "--unit-ms": 1}
 SIZES |= {f"--{name}": 1 for name in (*COUNTS, "models", "setups", "workloads")}
 """Options that say how much is done, and not what -> number of words that follow, unless there is a `=`."""
 
@@ -72,7 +72,6 @@ ELSEWHERE = {
     "python benchmarks/entrain.py --parts speed": "a part of all of it",
     "python benchmarks/entrain.py --parts packed": "a part of all of it",
     "python benchmarks/entrain.py --parts std,cpu": "parts of all of it",
-    "python benchmarks/tuning.py --devices --unit-ms 8": "tests/benchmarks/test_emulation.py emulates a job's devices",
     "benchmarks/on_gpu.sh pack FOLDER": "needs a network, for wheels",
     "benchmarks/on_gpu.sh wheels": "needs the folder of wheels that pack makes",
     "benchmarks/on_gpu.sh all": "needs a GPU",
