@@ -28,7 +28,7 @@ from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.config import config
 from mmtrain.config.config import Config
 from mmtrain.config.sections import CommConfig
-from mmtrain.config.topology import MeshShape
+from mmtrain.config.topology import JobLayout
 from mmtrain.modality.metadata import DocumentMeta, IterationMeta, MicrobatchMeta
 from mmtrain.models.batch import Batch, Microbatch
 from mmtrain.parallel import passes
@@ -167,7 +167,7 @@ def measure(device: torch.device, given: Config, factor: float, repetitions: int
     """What this rank measured."""
     planner = IterationPlanner(make_job(given))
     whole_rows = planner.job.submesh.whole_rows
-    mesh = build_mesh(given.parallelism.mesh_shape, device, whole_rows=whole_rows)
+    mesh = build_mesh(given.parallelism.layout, device, whole_rows=whole_rows)
     local = build_local_model(given.model, planner.job.spec, planner.job.partition, mesh, given.training, seed=0)
     runtime, link = CountingRuntime(local.stages), Link()
     runtime.link, runtime.counts, runtime.waited_s = link, {}, {}
@@ -228,7 +228,7 @@ def measure(device: torch.device, given: Config, factor: float, repetitions: int
 
 def emulate(device: torch.device, repetitions: int) -> dict[str, tuple[float, float]]:
     """Schedule -> seconds, and the share of exchanges that was hidden: medians, on this rank."""
-    mesh = build_mesh(MeshShape(pp=2), device)
+    mesh = build_mesh(JobLayout.grid(pp=2), device)
     found = {}
     for name in EMULATED:
         problem, plan = chain(name)

@@ -36,7 +36,7 @@ from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.config import config as config_module
 from mmtrain.config.config import Config
 from mmtrain.config.sections import CommConfig
-from mmtrain.config.topology import MeshShape
+from mmtrain.config.topology import JobLayout
 from mmtrain.costs.overheads import NO_OVERHEADS, Overheads, charged
 from mmtrain.modality.typical import Bins
 from mmtrain.parallel.mesh import build_mesh
@@ -189,7 +189,7 @@ def slower(problem: PlanningProblem, factor: float) -> PlanningProblem:
 def execute(device: torch.device, cases: list[Case], repetitions: int) -> tuple[float, list[list[Timeline]]]:
     """Seconds of CPU time of this rank in virtual time, and [run][case] -> the executed timeline: in virtual time, to
     warm up, and each repetition."""
-    mesh = build_mesh(MeshShape(pp=cases[0].problem.graph.num_ranks), torch.device("cpu"))
+    mesh = build_mesh(JobLayout.grid(pp=cases[0].problem.graph.num_ranks), torch.device("cpu"))
 
     def run(case: Case, clock: EmulatedClock) -> Timeline:
         runtime = EmulatedRuntime(case.problem, mesh, clock, message_scale=case.message_scale)

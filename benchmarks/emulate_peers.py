@@ -43,7 +43,7 @@ from peers_setups import BLOCKS, CLUSTERS, DEFAULT, PEERS, Outcome, Question, ch
 
 from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.config.sections import CommConfig
-from mmtrain.config.topology import MeshShape
+from mmtrain.config.topology import JobLayout
 from mmtrain.costs.overheads import NO_OVERHEADS, Overheads
 from mmtrain.errors import PlanError
 from mmtrain.parallel.mesh import Mesh, build_mesh
@@ -167,7 +167,7 @@ class OurPipeline:
 
 def execute(device: torch.device, cases: Sequence[Case], repetitions: int) -> list[list[Run]]:
     """[run][case] of this rank: `VIRTUAL` in virtual time, and each repetition."""
-    mesh = build_mesh(MeshShape(pp=cases[0].problem.graph.num_ranks), torch.device("cpu"))
+    mesh = build_mesh(JobLayout.grid(pp=cases[0].problem.graph.num_ranks), torch.device("cpu"))
     pipelines = [
         TorchPipeline(case.schedule, case.problem, case.plan, mesh, case.message_scale)
         if case.schedule in SCHEDULES

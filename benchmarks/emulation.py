@@ -308,9 +308,9 @@ class EmulatedRuntime(PipelineScheduleRuntime):
         Raises: PlanError: another number of ranks, or a rank without a stage.
         """
         graph = problem.graph
-        if mesh.shape.pp != graph.num_ranks:
+        if mesh.layout.pp != graph.num_ranks:
             raise PlanError(
-                f"the problem has {graph.num_ranks} ranks, but {mesh.shape.pp} run; start as many as it has"
+                f"the problem has {graph.num_ranks} ranks, but {mesh.layout.pp} run; start as many as it has"
             )
         indices = graph.stages_of_rank(mesh.pp_rank)
         if not indices:
@@ -349,8 +349,8 @@ class EmulatedRuntime(PipelineScheduleRuntime):
 
     def timeline(self, outcome: StepOutcome) -> Timeline:
         """The executed timeline of all ranks, on every rank. Collective. Args: outcome: of this rank."""
-        rows: list[Any] = [outcome.rows] * self._mesh.shape.pp
-        if self._mesh.shape.pp > 1:
+        rows: list[Any] = [outcome.rows] * self._mesh.layout.pp
+        if self._mesh.layout.pp > 1:
             dist.all_gather_object(rows, outcome.rows, group=self._mesh.pp_group)
         return executed_timeline(self._problem.graph, rows)
 

@@ -20,7 +20,7 @@ from emulation import EmulatedRuntime, HostClock
 
 from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.config.sections import CommConfig
-from mmtrain.config.topology import MeshShape
+from mmtrain.config.topology import JobLayout
 from mmtrain.costs.overheads import Overheads, charged
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.planner.plan import make_plan
@@ -56,7 +56,7 @@ def cases(ranks: int) -> list[Case]:
 
 
 def _measure(device: torch.device, cases: Sequence[Case], repetitions: int) -> Overheads:
-    mesh = build_mesh(MeshShape(pp=cases[0][0].graph.num_ranks), torch.device("cpu"))
+    mesh = build_mesh(JobLayout.grid(pp=cases[0][0].graph.num_ranks), torch.device("cpu"))
     runtimes = [EmulatedRuntime(problem, mesh, HostClock()) for problem, _, _ in cases]
     inside, between = [], []
     for repetition, (runtime, case) in itertools.product(range(1 + repetitions), zip(runtimes, cases, strict=True)):

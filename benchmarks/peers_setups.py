@@ -192,7 +192,7 @@ class _Ledger:
     def __init__(self, planner: IterationPlanner, job: Config, keep_plans: bool) -> None:
         ranks = range(planner.job.partition.num_ranks)
         sharding = Sharding.of(job)
-        assert job.parallelism.mesh_shape.dp == 1, "gathers and reductions are left out"
+        assert job.parallelism.layout.dp == 1, "gathers and reductions are left out"
         self._states: list[RankState] = [
             sharding.rank_state(planner.job.spec, planner.job.partition, rank) for rank in ranks
         ]

@@ -24,7 +24,7 @@ from overheads import measure
 
 from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.config.sections import CommConfig
-from mmtrain.config.topology import MeshShape
+from mmtrain.config.topology import JobLayout
 from mmtrain.costs.noise import EXACT, Noise
 from mmtrain.costs.overheads import NO_OVERHEADS, Overheads, charged
 from mmtrain.parallel.mesh import build_mesh
@@ -81,7 +81,7 @@ def searched(case: Case, variant: str, overheads: Overheads, noise: Noise, evalu
 
 def execute(device: torch.device, cases: Sequence[Case], factors: Sequence[np.ndarray]) -> list[list[float]]:
     """[case][draw] -> measured makespan. Args: factors: [case] -> [draws, nodes, 3]."""
-    mesh = build_mesh(MeshShape(pp=cases[0].problem.graph.num_ranks), torch.device("cpu"))
+    mesh = build_mesh(JobLayout.grid(pp=cases[0].problem.graph.num_ranks), torch.device("cpu"))
     measured_s: list[list[float]] = [[] for _ in cases]
     for draw in range(-1, len(factors[0])):
         for case, of_case, seconds in zip(cases, factors, measured_s, strict=True):

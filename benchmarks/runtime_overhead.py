@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
-from mmtrain.config.topology import MeshShape
+from mmtrain.config.topology import JobLayout
 from mmtrain.models.loss import LossOutput
 from mmtrain.parallel.mesh import Mesh, build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
@@ -80,7 +80,7 @@ def our_runs(plan: Plan, program: Program, mesh: Mesh, data: Sequence[Tensor]) -
 
 def torch_runs(plan: Plan, mesh: Mesh, data: Sequence[Tensor]) -> dict[str, Callable[[], Any]]:
     """Name -> a step of torch's runtime and of its schedule of the plan's name."""
-    num_stages, world = len(plan.graph.stage_rank), mesh.shape.pp
+    num_stages, world = len(plan.graph.stage_rank), mesh.layout.pp
     whole, target = torch.cat(list(data)), torch.zeros(len(data), 1)
     options = {"n_microbatches": len(data), "loss_fn": lambda out, _: out.sum(), "scale_grads": False}
 
@@ -113,7 +113,7 @@ def spread(values: list[float], form: str) -> str:
 
 def compare(name: str, mesh: Mesh, args: argparse.Namespace) -> None:
     """Times the runs of one schedule, and prints them on rank 0."""
-    problem: PlanningProblem = plain_chain(mesh.shape.pp, args.microbatches, CATALOGUE[name])
+    problem: PlanningProblem = plain_chain(mesh.layout.pp, args.microbatches, CATALOGUE[name])
     plan = make_plan(problem, name).plan
     program = lower(plan, problem, sharded=False)
     data = [torch.randn(1, WIDTH) for _ in range(args.microbatches)]
@@ -130,11 +130,11 @@ def compare(name: str, mesh: Mesh, args: argparse.Namespace) -> None:
             cpu_s = torch.tensor(time.process_time() - cpu_start, dtype=torch.float64)
             dist.all_reduce(cpu_s)  # waits for all ranks
             scale = 1e6 / args.steps / num_actions
-            figures[run].append(((time.perf_counter() - start) * scale, float(cpu_s) / mesh.shape.pp * scale))
+            figures[run].append(((time.perf_counter() - start) * scale, float(cpu_s) / mesh.layout.pp * scale))
     if mesh.rank != 0:
         return
     print(
-        f"{name}: {mesh.shape.pp} ranks, {args.microbatches} microbatches, torch {torch.__version__}, "
+        f"{name}: {mesh.layout.pp} ranks, {args.microbatches} microbatches, torch {torch.__version__}, "
         f"{os.cpu_count()} cores; {num_actions} actions on rank 0 (mmtrain's program has {num_waits} waits more)"
     )
     for what, index in (("wall", 0), ("CPU", 1)):
@@ -152,7 +152,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    mesh = build_mesh(MeshShape(pp=dist.get_world_size()), torch.device("cpu"))
+    mesh = build_mesh(JobLayout.grid(pp=dist.get_world_size()), torch.device("cpu"))
     for name in ("1F1B", "Interleaved1F1B"):
         compare(name, mesh, args)
     dist.destroy_process_group()

@@ -44,7 +44,7 @@ from tuning_peers import (
 from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.config.config import Config
 from mmtrain.config.sections import CommConfig
-from mmtrain.config.topology import MeshShape
+from mmtrain.config.topology import JobLayout
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.plan import JobMethod, make_plan
 from mmtrain.planner.search.search import warm
@@ -96,7 +96,7 @@ def tuned(setup: Setup, off: Sequence[str] = (), keep: int = 3) -> tuple[Tuned, 
 
 def row_of(setup: Setup, judged: Judged, cpu_s: float) -> Row:
     config = our_job(setup)
-    degrees = judged.candidate.job(config).parallelism.mesh_shape
+    degrees = judged.candidate.job(config).parallelism.layout
     values = judged.candidate.difference(config).items()
     return Row(
         degrees=degrees,
@@ -111,7 +111,7 @@ def row_of(setup: Setup, judged: Judged, cpu_s: float) -> Row:
 # --------------------------------------------------------------------------------------------------- grid
 
 
-def grid_of(setup: Setup, degrees: MeshShape) -> tuple[list[Judged], float]:
+def grid_of(setup: Setup, degrees: JobLayout) -> tuple[list[Judged], float]:
     """Whole searches of one step for all candidates of these degrees, and their CPU seconds."""
     start_s, judge = time.process_time(), judge_of(setup)
     space = Space(config=judge.config, num_gpus=setup.num_gpus)
@@ -152,7 +152,7 @@ def show_grid(pool: ProcessPoolExecutor, setup: Setup, found: Tuned) -> None:
 # -------------------------------------------------------------------------------------------------- peers
 
 
-def best_chains(pool: ProcessPoolExecutor, setup: Setup, tried: Sequence[MeshShape]) -> dict[str, Row]:
+def best_chains(pool: ProcessPoolExecutor, setup: Setup, tried: Sequence[JobLayout]) -> dict[str, Row]:
     """The best of torch's schedules and of Megatron-like on these degrees, on all steps."""
     found = {}
     looks = list(pool.map(chain_rows, [setup] * len(tried), tried))
@@ -196,7 +196,7 @@ def show_devices(setup: Setup, repetitions: int, unit_ms: float) -> None:
     print("| | degrees | simulated s | measured s | ratio |\n|---|---|---|---|---|")
     simulated, measured = [], []
     for case, look in zip(cases, rows, strict=True):
-        degrees = look.candidate.job(config).parallelism.mesh_shape
+        degrees = look.candidate.job(config).parallelism.layout
         answers = run_on_ranks(execute, degrees.pp, [case], repetitions, comm=CommConfig())
         ends = [timelines[0].end_s for timelines in answers[0][1][2:]]  # after virtual time and a run to warm up
         simulated.append(case.expected.end_s)
@@ -216,7 +216,7 @@ def show_devices(setup: Setup, repetitions: int, unit_ms: float) -> None:
 
 def _planned(job: Config, setup: Setup) -> tuple[PlanningProblem, Plan]:
     planner = IterationPlanner(make_job(job))
-    meta = divided(setup.steps(job)[0], job.parallelism.mesh_shape.dp)[0]
+    meta = divided(setup.steps(job)[0], job.parallelism.layout.dp)[0]
     problem = planner.problem(meta, searched=True)[1]
     section = replace(planner.job.section, budget_evaluations=setup.evaluations)
     return problem, make_plan(problem, JobMethod.searching(planner.job.schedule, section, seed=search_seed(0, 0))).plan
@@ -238,7 +238,7 @@ def show(title: str, rows: dict[str, Row]) -> None:
         )
 
 
-def _short(degrees: MeshShape) -> str:
+def _short(degrees: JobLayout) -> str:
     return f"{degrees.pp}, {degrees.dp}, {degrees.tp}, {degrees.cp}"
 
 
@@ -252,7 +252,7 @@ def compare(pool: ProcessPoolExecutor, setup: Setup, parts: Sequence[str]) -> No
     if "axes" in parts:
         off |= {f"without {axis}": (axis,) for axis in AXES if axis != "degrees" or "config" not in parts}
     jobs = {name: pool.submit(tuned, setup, axes) for name, axes in off.items()}
-    own = our_job(setup).parallelism.mesh_shape
+    own = our_job(setup).parallelism.layout
     rows: dict[str, Row] = {}
     if "config" in parts:
         rows |= {f"{name}, config's degrees": row for name, row in best_chains(pool, setup, [own]).items()}

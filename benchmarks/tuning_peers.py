@@ -22,7 +22,7 @@ from functools import lru_cache, partial
 from peers_setups import CHAINS, CLUSTERS, SEED, Question, chain_job, chain_planner, chain_problems, static_plans
 
 from mmtrain.config.config import Config
-from mmtrain.config.topology import MeshShape
+from mmtrain.config.topology import JobLayout
 from mmtrain.costs.machine import Machine
 from mmtrain.errors import ConfigError, PlanError
 from mmtrain.modality.metadata import IterationMeta
@@ -89,7 +89,7 @@ def _steps(setup: Setup, workload: str) -> tuple[Step, ...]:
 class Row:
     """What came out, of ours or of a peer."""
 
-    degrees: MeshShape
+    degrees: JobLayout
     setting: str
     seconds: tuple[float, ...] = ()
     """Of each step; empty: it does not fit."""
@@ -106,14 +106,14 @@ class Row:
         return statistics.fmean(self.seconds) if self.seconds else math.inf
 
 
-def tried_degrees(setup: Setup) -> list[MeshShape]:
+def tried_degrees(setup: Setup) -> list[JobLayout]:
     """All degrees that use all GPUs, with no more context parallelism than is tried."""
     every = meshes(chain_job(setup.question), setup.num_gpus)
     return [degrees for degrees in every if degrees.cp <= MOST_CP and setup.microbatches % degrees.dp == 0]
 
 
 def chain_rows(
-    setup: Setup, degrees: MeshShape, choices: Sequence[tuple[str, str, int]] = CHOICES, num_steps: int = 1
+    setup: Setup, degrees: JobLayout, choices: Sequence[tuple[str, str, int]] = CHOICES, num_steps: int = 1
 ) -> list[Row]:
     """The choices on these degrees. Args: num_steps: on how many steps they are judged."""
     rows = []
@@ -128,7 +128,7 @@ def chain_rows(
     return rows
 
 
-def flexpipe_row(setup: Setup, degrees: MeshShape) -> Row:
+def flexpipe_row(setup: Setup, degrees: JobLayout) -> Row:
     """The type with the least bubble on these degrees, of those that fit, on all steps."""
     start_s = time.process_time()
     ranked: list[tuple[float, str, _Chain, Callable[[PlanningProblem], Plan]]] = []
@@ -170,7 +170,7 @@ class _Chain:
 
     def row(self, make: Callable[[PlanningProblem], Plan], setting: str) -> Row:
         """The steps under a schedule. Args: make: a plan of it."""
-        empty = Row(degrees=self.job.parallelism.mesh_shape, setting=setting)
+        empty = Row(degrees=self.job.parallelism.layout, setting=setting)
         try:
             levels, plans = static_plans(self.problems, make)
         except PlanError:  # the schedule does not take as few microbatches
@@ -180,7 +180,7 @@ class _Chain:
             return empty
         parts, sharding = self.planner.job.partition, Sharding.of(self.job)
         states = [sharding.rank_state(self.planner.job.spec, parts, rank) for rank in range(parts.num_ranks)]
-        dp = self.job.parallelism.mesh_shape.dp
+        dp = self.job.parallelism.layout.dp
         steps = [timelines[first : first + dp] for first in range(0, len(timelines), dp)]
         return Row(
             degrees=empty.degrees,
@@ -211,7 +211,7 @@ class _Chain:
 
 
 def _chain(
-    setup: Setup, degrees: MeshShape, cut: str, schedule: Schedule, passes: int, num_steps: int
+    setup: Setup, degrees: JobLayout, cut: str, schedule: Schedule, passes: int, num_steps: int
 ) -> _Chain | None:
     """The first steps on a chain; None: it cannot be cut so, or its parameters do not fit."""
     try:
@@ -219,7 +219,7 @@ def _chain(
         job = chain_job(setup.question, *words)
         metas: list[IterationMeta] = []
         for step in setup.steps(job)[:num_steps]:
-            metas += divided(step, job.parallelism.mesh_shape.dp)
+            metas += divided(step, job.parallelism.layout.dp)
         planner, chunks = chain_planner(job, metas, cut, schedule, passes)
         problems = chain_problems(job, planner, chunks, metas)
     except (ConfigError, PlanError):

@@ -47,12 +47,13 @@ from mmtrain.observe.step_memory import DeviceMemory, JobMemory
 from mmtrain.observe.validation import Validator
 from mmtrain.parallel.activation_memory import saved_ops
 from mmtrain.parallel.batch_runner import BatchRunner, StepResult, job_denoising, planned_ahead, skip_nonfinite
-from mmtrain.parallel.build import LocalModel, check_same_assignment, check_same_program
-from mmtrain.parallel.collectives import errors_on_all, sum_over
+from mmtrain.parallel.build import LocalModel, check_same_program
+from mmtrain.parallel.collectives import errors_on_all
 from mmtrain.parallel.grads import clip, nonfinite_ranks
 from mmtrain.parallel.job_group import JobGroup
 from mmtrain.parallel.mesh import Mesh, pick_device
 from mmtrain.parallel.optim import lr_factor, set_lr
+from mmtrain.parallel.pipelines import check_same_assignment, sum_over_replicas
 from mmtrain.parallel.placement import Placement
 from mmtrain.parallel.planning import PendingPlan, Planned
 from mmtrain.parallel.replica_data import Item
@@ -177,7 +178,7 @@ class Trainer:
         if device.type == "cpu":
             keep_freed_memory()
         set_default_timeout(timedelta(seconds=config.comm.timeout_seconds))
-        self._device_memory = DeviceMemory.agreed(device, local_world_size(config.parallelism.mesh_shape.world_size))
+        self._device_memory = DeviceMemory.agreed(device, local_world_size(config.parallelism.layout.world_size))
         if config.checkpoint.enable and resumes:
             self.checkpointer = Checkpointer(config.checkpoint, self.folder / config.checkpoint.folder)
         self._build(device)
@@ -215,7 +216,7 @@ class Trainer:
         """
         config = dataclasses.replace(self.config, parallelism=parallelism)
         config_module.check(config)
-        parallelism.mesh_shape.check_world_size(dist.get_world_size())
+        parallelism.layout.check_world_size(dist.get_world_size())
         job, cut_s = _job_in_time(config)
         logger.info("after step %d the layout changes", self.state.step)
         device, tensors = self.mesh.device, HeldTensors.of(self._named())
@@ -325,7 +326,7 @@ class Trainer:
         Raises: TrainingError: the batch has nothing to predict.
         """
         check_same_assignment(item.meta, self.mesh)
-        num_targets = sum_over(self.mesh.batch_group, self._runner.loss.num_values(item.meta))
+        num_targets = sum_over_replicas(self.mesh, self._runner.loss.num_values(item.meta))
         if num_targets == 0:
             raise TrainingError(f"step {step}: the batch has {self._runner.loss.lack}")
         outcome = self._runner.run(plan, item, noise=self._runner.noise(step, hides=True), loss_grad=1.0 / num_targets)
@@ -351,7 +352,7 @@ class Trainer:
         Args: step: names the search's seed and the memory limits.
         """
         planner = self._memory.limited(self.job, step)
-        with errors_on_all(self.mesh.batch_group):
+        with errors_on_all(self.mesh.replicas_group):
             ahead = self.placement.ahead
             if ahead and not forward_only:
                 return ahead.take(ahead.submit(step, meta, planner)).plan
@@ -368,7 +369,7 @@ class Trainer:
         """The plan that was made while the step before ran, or the first one. Collective over the job."""
         ahead = self.placement.ahead
         assert ahead is not None
-        with errors_on_all(self.mesh.batch_group):
+        with errors_on_all(self.mesh.replicas_group):
             return ahead.take(pending, self.config.planner.patience_s)
 
     # ------------------------------------------------------------------------------------ validation

@@ -209,7 +209,7 @@ def _train_rank(args: argparse.Namespace) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
     job, launched = config.load(args.config, args.overrides), Launched.from_environment()
-    job.parallelism.mesh_shape.check_world_size(launched.world_size)
+    job.parallelism.layout.check_world_size(launched.world_size)
     if launched.world_size > 1:
         meeting_point()  # at once, not when the model is planned
     from mmtrain.trainer import Trainer

@@ -57,7 +57,7 @@ class Stopped(KeyboardInterrupt):
 
 def train_on_ranks(job: Config) -> None:
     """Runs a training job to its end, each rank a process of this machine. Raises: as `run_on_ranks`."""
-    run_on_ranks(_train, job.parallelism.mesh_shape.world_size, job, comm=job.comm)
+    run_on_ranks(_train, job.parallelism.layout.world_size, job, comm=job.comm)
 
 
 def _train(device: Any, job: Config) -> None:

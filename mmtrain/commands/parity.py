@@ -147,7 +147,7 @@ def check_parity(
     with tempfile.TemporaryDirectory(prefix="mmtrain-parity-") as name:
         folder = Path(name)
         job = replace(config, job=replace(config.job, dump_folder=str(folder / "run")))
-        world = job.parallelism.mesh_shape.world_size
+        world = job.parallelism.layout.world_size
         say(f"layout: starts {world} process{'es' if world > 1 else ''}")
         try:
             variables = {"CUDA_VISIBLE_DEVICES": ""}
@@ -244,7 +244,7 @@ def _noise_batches(trainer: Trainer) -> Iterator[tuple[Batch, IterationMeta]]:
     """Noise for each step of the rank's replica."""
     config = trainer.config
     for step in count():
-        seed = config.debug.seed + trainer.mesh.dp_rank + step * trainer.mesh.shape.dp
+        seed = config.debug.seed + trainer.mesh.dp_rank + step * trainer.mesh.layout.dp
         meta = mixed_iteration(config, seed)
         yield noise_batch(config.model, meta, seed), meta
 
@@ -262,7 +262,7 @@ def _compare(
     steps, total_error = [], 0.0
     wanted: Mapping[str, Tensor] = {}
     for step in range(num_steps):
-        ranks = range(config.parallelism.mesh_shape.world_size)
+        ranks = range(config.parallelism.layout.world_size)
         paths = [folder / f"step-{step}-rank-{rank}" for rank in ranks]
         batches = [batch for path in paths if (batch := _load(path)["batch"]) is not None]
         noise = None
@@ -340,9 +340,8 @@ def _norm(tensors: Iterable[Tensor]) -> float:
 def describe(config: Config) -> str:
     """The layout and size of a job, and what is compared with it if that is no model of ours: a line each."""
     section, spec = config.parallelism, model_spec(config.model)
-    shape = section.mesh_shape
-    degrees = {"pp": shape.pp, "dp_replicate": shape.dp_replicate, "dp_shard": shape.dp_shard, "cp": shape.cp}
-    layout = " x ".join(f"{name} {degree}" for name, degree in (degrees | {"tp": shape.tp}).items() if degree > 1)
+    shape = section.layout
+    layout = " x ".join(f"{name} {degree}" for name, degree in shape.divided.items())
     running = families(config.model)
     modules = "; ".join(
         f"{m.name} {running[m.name]}, {m.num_params:,} parameters in {len(m.layers)} layers" for m in spec.modules

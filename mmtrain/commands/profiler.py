@@ -30,7 +30,7 @@ from torch import Tensor
 from mmtrain.commands.driven_steps import TimedStep, timed_steps
 from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.config.config import Config
-from mmtrain.config.topology import MeshShape
+from mmtrain.config.topology import JobLayout
 from mmtrain.costs.cost_model import HostCopy
 from mmtrain.costs.profile.profile import Profile
 from mmtrain.data.noise import noise_batch
@@ -287,7 +287,7 @@ def _measure_messages(samples: Samples, device: torch.device) -> None:
 
     A message there is moved by a thread that competes with computing threads for a core, which may take milliseconds.
     """
-    mesh = build_mesh(MeshShape(pp=2), device)
+    mesh = build_mesh(JobLayout.grid(pp=2), device)
     me, other = mesh.pp_rank, 1 - mesh.pp_rank
     to, fro = mesh.channels.group(me, other), mesh.channels.group(other, me)
     peer = mesh.channels.global_rank(other)

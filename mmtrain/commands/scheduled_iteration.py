@@ -180,7 +180,7 @@ def _of_config(args: argparse.Namespace) -> Planner:
 
     job, number = config.load(args.config, args.overrides), args.batch or 0
     assigner = StepAssigner.of(job, make_job(job)) if job.assignment.assigns else None
-    degree = job.parallelism.mesh_shape.dp
+    degree = job.parallelism.layout.dp
     with Loader(job, dp_degree=degree, num_workers=0, num_steps=number + 1, assigner=assigner) as loader:
         *_, (_, meta, _) = loader
 

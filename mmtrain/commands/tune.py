@@ -131,7 +131,7 @@ def _simulated_by(args: argparse.Namespace, tuned: "Tuned", recipe: str) -> str:
     job, effort = tuned.best.candidate.job(tuned.config), tuned.effort
     schedule = "planned" if job.planner.enable else recipe or job.parallelism.pipeline_parallel_schedule
     words = ["mmtrain", "simulate", "--config", str(args.out), "--schedule", schedule]
-    words += ["--iterations", str(effort.num_steps), "--replicas", str(job.parallelism.mesh_shape.dp)]
+    words += ["--iterations", str(effort.num_steps), "--replicas", str(job.parallelism.layout.dp)]
     words += ["--evaluations", str(effort.evaluations)]
     for option in ("workload", "image_side", "seed"):
         if value := getattr(args, option):

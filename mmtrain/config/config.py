@@ -36,7 +36,7 @@ from mmtrain.config.sections import (
     ValidationConfig,
 )
 from mmtrain.config.toml_sections import apply_override, at_home, build, dump_table, read_with_bases, shown, to_dict
-from mmtrain.config.topology import MeshShape
+from mmtrain.config.topology import JobLayout
 from mmtrain.config.whole_model import with_parts
 from mmtrain.errors import ConfigError
 
@@ -110,7 +110,7 @@ def _with_values(section: Any, values: Mapping[tuple[str, ...], Any]) -> Any:
     return {**section, **changed} if isinstance(section, dict) else replace(section, **changed)
 
 
-def uses_fsdp(shape: MeshShape, training: TrainingConfig, *, data_encoder: bool = False) -> bool:
+def uses_fsdp(shape: JobLayout, training: TrainingConfig, *, data_encoder: bool = False) -> bool:
     """Whether chunks are sharded by FSDP2: where ranks hold equal parameters and work on different data, or for the
     sake of its mixed precision or offload.
 
@@ -127,7 +127,7 @@ def check(config: Config) -> None:
     Raises: ConfigError: the first rule that is broken, with the values and what to change.
     """
     parallelism = config.parallelism
-    dp = parallelism.mesh_shape.dp
+    dp = parallelism.layout.dp
     if config.training.global_batch_size % dp:
         raise ConfigError(
             f"training.global_batch_size = {config.training.global_batch_size} microbatches cannot be shared "
@@ -297,7 +297,7 @@ def _check_caption_control(config: Config) -> None:
     key = "validation.shuffled_captions = true"
     if config.model.dit is None:
         raise ConfigError(f"{key}, but there is no [model.dit], so there is no caption; remove it")
-    if config.data.max_clips == 1 and config.training.global_batch_size == config.parallelism.mesh_shape.dp:
+    if config.data.max_clips == 1 and config.training.global_batch_size == config.parallelism.layout.dp:
         raise ConfigError(
             f"{key}, but a replica has one clip a step (data.max_clips = 1, training.global_batch_size = "
             f"{config.training.global_batch_size} over as many replicas), so there is no other caption; remove it or "

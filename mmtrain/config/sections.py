@@ -8,7 +8,7 @@ from typing import Literal
 
 from mmtrain.config.bounds import at_least, at_most, not_empty
 from mmtrain.config.toml_sections import FilePath, shown
-from mmtrain.config.topology import MeshShape
+from mmtrain.config.topology import JobLayout
 from mmtrain.errors import ConfigError
 from mmtrain.schedule.library.names import check_name
 
@@ -204,6 +204,9 @@ class ParallelismConfig:
     agree on an order of gathers."""
     pipeline_parallel_degree: int = 1
     """P: pipeline ranks."""
+    pipelines: list[int] = field(default_factory=list)
+    """Pipelines that hold the model once each, by their numbers of pipeline ranks, as in [2, 3]: in place of
+    pipeline_parallel_degree and data_parallel_replicate_degree where numbers of nodes are not multiples."""
     pipeline_parallel_schedule: FilePath = "interleave"
     """Order of forwards and backwards: a name (docs/schedules.md), a recipe's path or PATH:FUNCTION
     (docs/recipes.md; a program, which every rank runs), or the path of a CSV with orders as of torch's pipelining.
@@ -219,6 +222,7 @@ class ParallelismConfig:
             value = getattr(self, f.name)
             if f.name.endswith("_degree") and not 1 <= value <= MOST_RANKS:
                 raise ConfigError(f"parallelism.{f.name} = {value}; a degree is at least 1 and at most {MOST_RANKS}")
+        self._check_pipelines()
         at_least("parallelism", self, context_parallel_block_size=1, context_parallel_head_groups=1)
         if self.tensor_parallel_rows == "whole" and self.tensor_parallel_degree == 1:
             raise ConfigError(
@@ -227,12 +231,26 @@ class ParallelismConfig:
             )
         check_name(self.pipeline_parallel_schedule, where="parallelism.pipeline_parallel_schedule =")
 
+    def _check_pipelines(self) -> None:
+        if not self.pipelines:
+            return
+        if any(not 1 <= depth <= MOST_RANKS for depth in self.pipelines) or len(self.pipelines) > MOST_RANKS:
+            raise ConfigError(
+                f"parallelism.pipelines = {self.pipelines}; each pipeline has at least 1 and at most {MOST_RANKS} ranks"
+            )
+        for name in ("pipeline_parallel_degree", "data_parallel_replicate_degree"):
+            if getattr(self, name) != 1:
+                raise ConfigError(
+                    f"parallelism.pipelines = {self.pipelines} with parallelism.{name} = {getattr(self, name)}, which "
+                    "it is in place of; remove one of the two"
+                )
+
     @property
-    def mesh_shape(self) -> MeshShape:
-        """The degrees as a mesh."""
-        return MeshShape(
-            pp=self.pipeline_parallel_degree,
-            dp_replicate=self.data_parallel_replicate_degree,
+    def layout(self) -> JobLayout:
+        """The job's pipelines."""
+        depths = self.pipelines or [self.pipeline_parallel_degree] * self.data_parallel_replicate_degree
+        return JobLayout(
+            depths=tuple(depths),
             dp_shard=self.data_parallel_shard_degree,
             cp=self.context_parallel_degree,
             tp=self.tensor_parallel_degree,

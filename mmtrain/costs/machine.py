@@ -68,7 +68,7 @@ class Machine:
                 peak_flops=peak,
                 memory_bytes=None,
             )
-        world = config.parallelism.mesh_shape.world_size
+        world = config.parallelism.layout.world_size
         cluster = Cluster.of(section.hardware, world)
         hardware = cluster.hardware
         if not world <= cluster.num_gpus < world + hardware.gpus_per_node:

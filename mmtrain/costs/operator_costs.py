@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmtrain.config.config import Config
-from mmtrain.config.topology import MeshShape
+from mmtrain.config.topology import JobLayout
 from mmtrain.costs.cost_model import HostCopy, LayerTimes, equal_layers
 from mmtrain.costs.noise import EXACT, Noise
 from mmtrain.costs.operators.cluster import Cluster
@@ -81,7 +81,7 @@ class OperatorCosts:
         Args: rule: overrides the seconds of an operator.
         Raises: ConfigError: the hardware does not exist, or tensor parallelism spans several nodes.
         """
-        shape = config.parallelism.mesh_shape
+        shape = config.parallelism.layout
         if cluster is None:
             cluster = Cluster.of(config.planner.hardware, shape.world_size)
         submesh = Submesh.of(config)
@@ -264,13 +264,12 @@ def describer(
     )
 
 
-def p2p_between_stages(cluster: Cluster, shape: MeshShape) -> P2P:
+def p2p_between_stages(cluster: Cluster, shape: JobLayout) -> P2P:
     """Latency and rate of a transfer between pipeline ranks, the mesh's outermost axis.
 
     Transfers use NVLink if one node holds all pipeline ranks, else one network card.
     """
-    stride = shape.world_size // shape.pp
-    device = cluster.device(range(0, shape.world_size, stride))
+    device = cluster.device(range(0, shape.pp * shape.stage_size, shape.stage_size))
     link = cluster.hardware.links[device]
     efficiency = cluster.hardware.efficiency_of(OpKind.P2P, Phase.FORWARD).network
     return P2P(latency_s=link.latency_s, bytes_per_s=link.bytes_per_s * efficiency)

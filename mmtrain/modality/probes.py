@@ -74,7 +74,7 @@ def mixed_iteration(config: Config, seed: int) -> IterationMeta:
     random, names = Random(seed), list(config.model.encoders)
     subsets = [subset for size in range(len(names) + 1) for subset in combinations(names, size)]
     order = [subsets.pop(), *random.sample(subsets, len(subsets))]
-    number = config.training.global_batch_size // config.parallelism.mesh_shape.dp
+    number = config.training.global_batch_size // config.parallelism.layout.dp
     microbatches = []
     for index in range(number):
         documents: list[DocumentMeta] = []

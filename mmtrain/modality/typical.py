@@ -131,7 +131,7 @@ class Bins:
     @classmethod
     def _without_images(cls, config: Config) -> "Bins":
         training = config.training
-        num_microbatches = training.global_batch_size // config.parallelism.mesh_shape.dp
+        num_microbatches = training.global_batch_size // config.parallelism.layout.dp
         return cls(num_microbatches=num_microbatches, seq_len=training.seq_len, grid=None)
 
     @property

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from mmtrain import __version__
-from mmtrain.config.topology import AXES
 from mmtrain.launch.launched import local_world_size
 from mmtrain.launch.whole_files import write_whole
 from mmtrain.parallel.mesh import Mesh
@@ -19,7 +18,7 @@ from mmtrain.parallel.mesh import Mesh
 
 def environment(mesh: Mesh) -> dict[str, Any]:
     """The environment of one start of a job."""
-    shape = mesh.shape
+    layout = mesh.layout
     record: dict[str, Any] = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "mmtrain": __version__,
@@ -27,9 +26,9 @@ def environment(mesh: Mesh) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "device": _device_name(mesh.device),
-        "ranks": shape.world_size,
-        "ranks_per_host": local_world_size(shape.world_size),
-        "mesh": {axis: degree for axis, degree in zip(AXES, shape.degrees, strict=True) if degree > 1},
+        "ranks": layout.world_size,
+        "ranks_per_host": local_world_size(layout.world_size),
+        "mesh": layout.divided,
         "system": platform.platform(terse=True),
     }
     if mesh.device.type == "cuda":

@@ -5,7 +5,6 @@ from contextlib import suppress
 from mmtrain.config.assignment import AssignmentConfig
 from mmtrain.config.config import Config
 from mmtrain.config.model import ModelConfig
-from mmtrain.config.topology import AXES
 from mmtrain.data.media_readers import image_processor, image_rules
 from mmtrain.errors import ConfigError
 from mmtrain.modality.sounds import sound_rules
@@ -48,7 +47,7 @@ def start_lines(config: Config, job: Job, *, device: str, threads: int, cut_s: f
         lines.append(f"exports as {class_name(kind)}" if kind else f"exports as parts: {why_not_whole(config.model)}")
     if job.partition_summary:
         lines.append(f"{job.partition_summary} ({cut_s:.2f} s)")
-    degrees = zip(AXES, config.parallelism.mesh_shape.degrees, strict=True)
+    degrees = config.parallelism.layout.degrees.items()
     training = config.training
     lines.append(
         f"mesh: {', '.join(f'{axis} {degree}' for axis, degree in degrees)} on {device}; "

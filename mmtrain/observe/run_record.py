@@ -82,7 +82,7 @@ class RunRecord(Observer):
 
     def after_step(self, step: FinishedStep) -> None:
         """Reports one training step, and writes its files where they are due."""
-        plan, metrics, shape = step.plan, step.metrics, self._mesh.shape
+        plan, metrics, shape = step.plan, step.metrics, self._mesh.layout
         timing = StepTiming.gathered(self._mesh, plan.result.plan, step.outcome)
         flops = self._job.flops(plan.batching)
         metrics.record("step", step.step)
@@ -137,7 +137,7 @@ class RunRecord(Observer):
 
 def log_start(config: Config, job: Job, device: torch.device, cut_s: float) -> None:
     """Logs what is trained, and how. Args: cut_s: seconds that the partition took."""
-    num_ranks = local_world_size(config.parallelism.mesh_shape.world_size)
+    num_ranks = local_world_size(config.parallelism.layout.world_size)
     threads = search_threads(config.planner.threads, num_cores(), num_ranks)
     for line in start_lines(config, job, device=device.type, threads=threads, cut_s=cut_s):
         logger.info("%s", line)

@@ -166,7 +166,7 @@ class JobMemory:
         if budget.limited:
             logger.info("%s", budget.table())
         budgets = BudgetHistory(budget=budget, device=device.type)
-        pp_rank = config.parallelism.mesh_shape.coordinates(dist.get_rank()).pp
+        pp_rank = config.parallelism.layout.coordinates(dist.get_rank()).pp
         made = cls(device, pp_rank, budgets, shares_device=config.comm.share_device)
         made.meter.start()
         if made.meter.peak_bytes() is None:

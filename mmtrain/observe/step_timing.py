@@ -43,10 +43,10 @@ class StepTiming:
         times = [*outcome.span, *(s for _, s, _ in outcome.rows), *(e for _, _, e in outcome.rows)]
         local[: len(times)] = torch.tensor(times, dtype=torch.float64)
         gathered = [local]
-        if mesh.shape.pp > 1:
+        if mesh.layout.pp > 1:
             gathered = [torch.empty_like(local) for _ in counts]
             dist.all_gather(gathered, local, group=mesh.pp_group)
-        own_clocks = local_world_size(mesh.shape.world_size) < mesh.shape.world_size
+        own_clocks = local_world_size(mesh.layout.world_size) < mesh.layout.world_size
         starts, ends, spans = [], [], []
         for count, row in zip(counts, gathered, strict=True):
             values = row.numpy()

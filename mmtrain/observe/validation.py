@@ -129,7 +129,7 @@ def whole_predictions(
     """
     if mesh.cp_group is None:
         return dict(predictions)
-    parts: list[dict[int, Tensor]] = [{}] * mesh.shape.cp
+    parts: list[dict[int, Tensor]] = [{}] * mesh.layout.cp
     dist.all_gather_object(parts, {work: values.cpu() for work, values in predictions.items()}, group=mesh.cp_group)
     whole = {}
     for work in predictions:

@@ -20,7 +20,7 @@ from mmtrain.models.diffusion import ClipNoise, Denoising, null_token
 from mmtrain.models.loss import Loss
 from mmtrain.parallel.feed import StepFeed
 from mmtrain.parallel.feeds.inputs import StepInputs
-from mmtrain.parallel.grads import fill_missing_grads, sync_tied, total_norm
+from mmtrain.parallel.grads import fill_missing_grads, total_norm
 from mmtrain.parallel.placement import Placement
 from mmtrain.parallel.planning import PendingPlan
 from mmtrain.parallel.replica_data import Item
@@ -121,7 +121,7 @@ class BatchRunner:
         model, mesh = self.placement.model, self.placement.mesh
         fill_missing_grads(model.parameters)
         finish_gradients(model.parameters)
-        sync_tied(model.tied, mesh)
+        model.sums.finish()
         # The tied head is counted in the norm where the embedding is.
         skip = model.tied[-1] if model.tied and self.job.partition.tie_ranks[1] == mesh.pp_rank else None
         return float(total_norm(model.parameters, mesh, skip=skip))

@@ -10,8 +10,7 @@ import torch.nn as nn
 from mmtrain.config.config import uses_fsdp
 from mmtrain.config.model import ModelConfig
 from mmtrain.config.sections import ActivationCheckpointConfig, TrainingConfig
-from mmtrain.errors import DataError, PlanError
-from mmtrain.modality.metadata import IterationMeta
+from mmtrain.errors import PlanError
 from mmtrain.models.adapter_weights import load_adapters
 from mmtrain.models.build import build_chunk
 from mmtrain.models.chunk import TIED_NAMES, Chunk
@@ -19,6 +18,7 @@ from mmtrain.models.initialise import init_weights
 from mmtrain.models.pretrained import load_pretrained
 from mmtrain.parallel.activation_memory import ActivationMemory
 from mmtrain.parallel.fsdp import DTYPES, apply_fsdp
+from mmtrain.parallel.layer_sums import LayerSums
 from mmtrain.parallel.mesh import Mesh
 from mmtrain.parallel.offload import Offloader
 from mmtrain.parallel.stage import ModalityStage
@@ -38,6 +38,8 @@ class LocalModel:
     """Copies of the tied embedding that must stay equal to a copy in another chunk."""
     aliases: dict[str, str]
     """Name of the tied head -> name of the embedding, under which a checkpoint stores both."""
+    sums: LayerSums
+    """Of its gradients over the pipelines, and over copies of a tied matrix."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -56,7 +58,7 @@ def build_local_model(
     regathered: Collection[str] = (),
     recompute: ActivationCheckpointConfig | None = None,
 ) -> LocalModel:
-    """Builds this rank's chunks, in a fixed order: meta -> memory -> random or stored weights -> TP -> the switch
+    """Builds this rank's chunks, in a fixed order (collective over the job): meta -> memory -> random or stored weights -> TP -> the switch
     of the activations of blocks -> FSDP2.
 
     Values depend only on the seed and the parameter's name, not on the layout.
@@ -67,7 +69,7 @@ def build_local_model(
     """
     chunks: list[Chunk] = []
     stages: list[ModalityStage] = []
-    sharded = uses_fsdp(mesh.shape, training, data_encoder=mesh.data_encoder)
+    sharded = uses_fsdp(mesh.layout, training, data_encoder=mesh.data_encoder)
     offloader = Offloader(mesh.device)
     for assigned in partition.of_rank(mesh.pp_rank):
         chunk = build_chunk(model, spec, assigned.module, assigned.layers, device=mesh.device)
@@ -76,7 +78,7 @@ def build_local_model(
         load_adapters(chunk, model)
         module = spec.module(assigned.module)
         shares_units = module.shares_units and mesh.data_encoder
-        divided = mesh.shape.tp > 1 and not (module.is_whole or shares_units)
+        divided = mesh.layout.tp > 1 and not (module.is_whole or shares_units)
         if divided:
             apply_tensor_parallel(chunk, mesh.tp, whole_rows=mesh.whole_rows)
         memory = ActivationMemory(chunk.blocks(), recompute or ActivationCheckpointConfig(), offloader)
@@ -97,35 +99,14 @@ def build_local_model(
         chunks.append(chunk)
         stages.append(stage)
     aliases = dict(TIED_NAMES) if spec.tied_embeddings else {}
-    return LocalModel(chunks=tuple(chunks), stages=tuple(stages), tied=_tied_copies(chunks), aliases=aliases)
+    by_index = {stage.stage_index: chunk for stage, chunk in zip(stages, chunks, strict=True)}
+    sums = LayerSums.of(by_index, aliases, mesh, DTYPES[training.mixed_precision_reduce])
+    return LocalModel(chunks=tuple(chunks), stages=tuple(stages), tied=_tied_copies(chunks), aliases=aliases, sums=sums)
 
 
 def _tied_copies(chunks: Sequence[Chunk]) -> tuple[nn.Parameter, ...]:
     weights = (chunk.tied_weight() for chunk in chunks)  # after sharding: FSDP2 replaces parameters
     return tuple(weight for weight in weights if weight is not None)
-
-
-def check_same_assignment(meta: IterationMeta, mesh: Mesh) -> None:
-    """Refuses a step whose replicas assigned its samples in different ways. Collective over the job.
-
-    Raises: DataError: naming the ranks that differ from the first replica's.
-    """
-    if meta.assignment is None or mesh.batch_group is None:
-        return
-    number = int(meta.assignment.digest, 16) >> 1
-    range_of = torch.tensor([number, -number], dtype=torch.int64)
-    dist.all_reduce(range_of, op=dist.ReduceOp.MAX, group=mesh.batch_group)
-    if int(range_of[0]) == -int(range_of[1]):
-        return
-    ranks = dist.get_process_group_ranks(mesh.batch_group)
-    digests: list[str] = [""] * len(ranks)
-    dist.all_gather_object(digests, meta.assignment.digest, group=mesh.batch_group)
-    differing = [rank for rank, digest in zip(ranks, digests, strict=True) if digest != digests[0]]
-    raise DataError(
-        f"assignment: the replicas of ranks {differing} put the step's samples into other microbatches than that of "
-        f"rank {ranks[0]}; all machines need the same data, costs (planner.profile, planner.hardware) and version of "
-        "mmtrain"
-    )
 
 
 def check_same_program(program_hash: int, mesh: Mesh) -> None:

@@ -1,7 +1,7 @@
-"""Gradient norm and clipping over every axis, and the tied embedding's gradient."""
+"""Gradient norm and clipping over all ranks."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -30,21 +30,6 @@ def fill_missing_grads(parameters: Iterable[nn.Parameter]) -> None:
             parameter.grad = torch.zeros_like(parameter)
 
 
-def sync_tied(copies: Sequence[nn.Parameter], mesh: Mesh) -> None:
-    """Sums the tied embedding's gradient over its copies on the first and last language stage.
-
-    [V, D] partial -> [V, D] summed, on every copy; all then take the same optimizer step. Collective
-    over the tie group where the copies are on two pp_ranks; the ranks without a copy skip it.
-    """
-    grads = [local_part(copy.grad) for copy in copies if copy.grad is not None]
-    if len(grads) == 2:  # one pp_rank holds both chunks
-        total = grads[0] + grads[1]
-        for grad in grads:
-            grad.copy_(total)
-    elif grads and mesh.tie_group is not None:
-        dist.all_reduce(grads[0], group=mesh.tie_group)
-
-
 def total_norm(parameters: Iterable[nn.Parameter], mesh: Mesh, *, skip: nn.Parameter | None = None) -> Tensor:
     """The 2-norm of all gradients of the model, a float64 scalar, equal on every rank. Collective over the job.
 
@@ -60,14 +45,15 @@ def total_norm(parameters: Iterable[nn.Parameter], mesh: Mesh, *, skip: nn.Param
 
 
 def _copies(parameter: nn.Parameter, mesh: Mesh) -> int:
-    """Ranks of the job that hold the same values as this rank's shard."""
+    """Ranks of the job that hold the same values as this rank's shard: some of a stage, in each pipeline."""
+    layout = mesh.layout
     if not isinstance(parameter, DTensor):
-        return mesh.shape.dp * mesh.shape.cp * mesh.shape.tp
+        return layout.dp_replicate * layout.stage_size
     shards = 1
     for axis, placement in enumerate(parameter.placements):
         if not placement.is_replicate():  # is_shard() is false for the strided shards of FSDP2 over tp
             shards *= parameter.device_mesh.size(axis)
-    return mesh.shape.dp * mesh.shape.cp * mesh.shape.tp // shards
+    return layout.dp_replicate * layout.stage_size // shards
 
 
 def clip(parameters: Iterable[nn.Parameter], norm: float, max_norm: float) -> None:
@@ -82,6 +68,6 @@ def clip(parameters: Iterable[nn.Parameter], norm: float, max_norm: float) -> No
 def nonfinite_ranks(parameters: Iterable[nn.Parameter], loss: float, mesh: Mesh) -> list[int]:
     """The ranks whose loss or shard of a gradient is not finite. Collective over the job. Args: loss: of this rank."""
     grads = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    flags: list[Any] = [None] * mesh.shape.world_size
+    flags: list[Any] = [None] * mesh.layout.world_size
     dist.all_gather_object(flags, not math.isfinite(loss) or not all(bool(grad.isfinite().all()) for grad in grads))
     return [rank for rank, flag in enumerate(flags) if flag]

@@ -55,7 +55,7 @@ def job_inputs(config: Config, schedule: Schedule, device: torch.device, launche
     which reads the data, at these and at the tokenizer.
     """
     settings = dict(_flat(to_dict(config)))
-    place = config.parallelism.mesh_shape.coordinates(launched.rank)
+    place = config.parallelism.layout.coordinates(launched.rank)
     gpus = "make the GPUs of all nodes visible, or train on their CPUs with CUDA_VISIBLE_DEVICES="
     install, copy = "install the same versions on all nodes", "copy the same files to all nodes"
     fetch = "name one id, and fetch its newest files into the cache of each node"

@@ -1,20 +1,24 @@
-"""Process groups of one rank: built once, named by mesh axis."""
+"""Process groups of one rank: built once, named by what their ranks share.
+
+Device meshes are made of the ranks of one stage alone: FSDP2 and tensor parallelism need no others. What pipelines share
+is in `layer_sums`.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from mmtrain.config.sections import CommConfig
-from mmtrain.config.topology import AXES, Coordinates, MeshShape
+from mmtrain.config.topology import Coordinates, JobLayout
 from mmtrain.errors import ConfigError
 from mmtrain.launch.launched import Launched
 from mmtrain.parallel.meeting import Patience
-from mmtrain.parallel.titan import ParallelDims, parallel_dims
+from mmtrain.parallel.torch_private import group_of_one
 
 
 def pick_device(comm: CommConfig) -> torch.device:
@@ -56,11 +60,12 @@ def init_process_group(comm: CommConfig, device: torch.device, store: dist.Store
 class Mesh:
     """The coordinates of this rank, and a process group for every axis that communicates."""
 
-    shape: MeshShape
+    layout: JobLayout
     rank: int
     place: Coordinates
     device: torch.device
-    dims: ParallelDims
+    stage: DeviceMesh
+    """(fsdp, tp): the ranks of this rank's stage, where fsdp is dp_shard x cp."""
     pp_group: dist.ProcessGroup
     """Ranks that differ only in pp: one model replica's pipeline. Also carries its transfers on gloo."""
     pp_ranks: tuple[int, ...]
@@ -74,15 +79,14 @@ class Mesh:
     cp_group: dist.ProcessGroup | None
     """Ranks that differ only in cp; None for one."""
     encoder_mesh: DeviceMesh | None
-    """(pp, dp_replicate, dp_shard x cp x tp), where tp ranks hold whole encoders."""
-    batch_group: dist.ProcessGroup | None
-    """Ranks that read different data and hold the same stages; None for one replica."""
+    """dp_shard x cp x tp, where tp ranks hold whole encoders."""
+    column: tuple[int, ...]
+    """The global ranks at this rank's place in a stage, over all stages of all pipelines."""
+    column_group: dist.ProcessGroup | None
+    """These; None for one rank."""
     whole_rows: bool
     """Whether tp ranks each have all rows between layers."""
     channels: "Channels"
-    tie_group: dist.ProcessGroup | None
-    """The pp_ranks of this replica that hold the language model's first and last stage, which may share the tied
-    embedding; None on others, and where they are one."""
 
     @property
     def pp_rank(self) -> int:
@@ -92,7 +96,7 @@ class Mesh:
     @property
     def dp_rank(self) -> int:
         """Which replica's data this rank reads."""
-        return self.shape.dp_rank(self.rank)
+        return self.layout.dp_rank(self.rank)
 
     @property
     def is_leader(self) -> bool:
@@ -107,18 +111,19 @@ class Mesh:
     @property
     def tp(self) -> DeviceMesh:
         """The tensor-parallel mesh; only for a degree above 1."""
-        return self.dims.get_mesh("tp")
+        return self.stage["tp"]
+
+    @property
+    def replicas_group(self) -> dist.ProcessGroup | None:
+        """All ranks of the job, where replicas read different data; None for one replica."""
+        return dist.group.WORLD if self.layout.dp > 1 else None
 
     def fsdp(self, *, over_tp: bool = False) -> DeviceMesh:
-        """The mesh that FSDP2 shards a module over: dp_shard x cp, with dp_replicate before it for HSDP.
+        """The mesh that FSDP2 shards a module over: dp_shard x cp.
 
         Args: over_tp: x tp, for an encoder that each tp rank holds whole (`data_encoder`).
         """
-        if over_tp and self.encoder_mesh is not None:
-            hybrid = self.shape.dp_replicate > 1
-            return self.encoder_mesh["dp_replicate", "fsdp"] if hybrid else self.encoder_mesh["fsdp"]
-        axes = ["dp_replicate", "fsdp"] if self.shape.dp_replicate > 1 else ["fsdp"]
-        return self.dims.get_mesh(axes if len(axes) > 1 else axes[0])
+        return self.encoder_mesh if over_tp and self.encoder_mesh is not None else self.stage["fsdp"]
 
     def broadcast_object(self, value: Any) -> Any:
         """The leader's value, on every rank of its replica. Collective over the replica."""
@@ -128,8 +133,8 @@ class Mesh:
         """The value of the submesh's first rank, on all of its ranks. Collective over the submesh."""
         if self.submesh_group is None:
             return value
-        first = Coordinates(pp=self.place.pp, dp_replicate=self.place.dp_replicate, dp_shard=self.place.dp_shard)
-        return _broadcast(value, self.shape.rank(first), self.submesh_group, self.shape.cp * self.shape.tp)
+        first = replace(self.place, cp=0, tp=0)
+        return _broadcast(value, self.layout.rank(first), self.submesh_group, self.layout.cp * self.layout.tp)
 
     def send_object(self, value: Any, pp_rank: int) -> None:
         """Sends a value to another rank of this pipeline, which must call `receive_object`."""
@@ -191,12 +196,11 @@ class Channels:
 
 
 def build_mesh(
-    shape: MeshShape,
+    layout: JobLayout,
     device: torch.device,
     *,
     data_encoder: bool = False,
     whole_rows: bool = False,
-    tie_ranks: tuple[int, int] = (0, -1),
     share_device: bool = False,
 ) -> Mesh:
     """All process groups of this rank. Every rank of the job must call it.
@@ -204,50 +208,58 @@ def build_mesh(
     Args:
         data_encoder: tensor-parallel ranks hold whole encoders (`parallelism.encoder_tensor_parallel = "data"`).
         whole_rows: they have all rows between layers (`parallelism.tensor_parallel_rows = "whole"`).
-        tie_ranks: pp_ranks of the language model's first and last stage; the last may be counted from the end.
         share_device: all groups are gloo's (`comm.share_device`).
     """
-    rank = dist.get_rank()
-    dims = parallel_dims(shape)
-    coordinates = shape.coordinates(rank)
-    pipelines = _groups(shape, ("pp",))
-    first, last = (pp_rank % shape.pp for pp_rank in tie_ranks)
+    rank, pipelines = dist.get_rank(), layout.groups("pp")
     pp_group: dist.ProcessGroup | None = None
-    tie_group: dist.ProcessGroup | None = None
     for ranks in pipelines:  # every rank makes every group
         group = dist.new_group(list(ranks))
-        tie = dist.new_group([ranks[first], ranks[last]]) if first != last else None
-        if rank in ranks:
-            pp_group = group
-        if rank in (ranks[first], ranks[last]):
-            tie_group = tie
-    directed = {} if device.type == "cpu" or share_device else _directed_groups(pipelines, rank)
-    replica_ranks, replica_group = _join(shape, ("pp", "cp", "tp"), rank)
-    _, submesh_group = _join(shape, ("cp", "tp"), rank)
-    _, cp_group = _join(shape, ("cp",), rank)
-    encoder_mesh = None
-    if data_encoder and shape.tp > 1:
-        degrees = (shape.pp, shape.dp_replicate, shape.dp_shard * shape.cp * shape.tp)
-        encoder_mesh = init_device_mesh(device.type, degrees, mesh_dim_names=("pp", "dp_replicate", "fsdp"))
-    pp_ranks = next(ranks for ranks in pipelines if rank in ranks)
+        pp_group = group if rank in ranks else pp_group
     assert pp_group is not None
+    directed = {} if device.type == "cpu" or share_device else _directed_groups(pipelines, rank)
+    pp_ranks = next(ranks for ranks in pipelines if rank in ranks)
+    replica_ranks, replica_group = _join(layout, ("pp", "cp", "tp"), rank)
+    _, submesh_group = _join(layout, ("cp", "tp"), rank)
+    _, cp_group = _join(layout, ("cp",), rank)
+    column, column_group = _join(layout, ("pipeline", "pp"), rank)
+    stage_ranks, _ = stage = _join(layout, ("dp_shard", "cp", "tp"), rank)
+    of_stage = torch.tensor(stage_ranks).view(-1, layout.tp)
+    axes = [_join(layout, ("dp_shard", "cp"), rank), _join(layout, ("tp",), rank)]
     return Mesh(
-        shape=shape,
+        layout=layout,
         rank=rank,
-        place=coordinates,
+        place=layout.coordinates(rank),
         device=device,
-        dims=dims,
+        stage=_device_mesh(axes, device, of_stage, ("fsdp", "tp")),
         pp_group=pp_group,
         pp_ranks=pp_ranks,
         replica_group=replica_group,
         replica_ranks=replica_ranks,
         submesh_group=submesh_group,
         cp_group=cp_group,
-        encoder_mesh=encoder_mesh,
+        encoder_mesh=_device_mesh([stage], device, of_stage.flatten(), ("fsdp",))
+        if data_encoder and layout.tp > 1
+        else None,
+        column=column,
+        column_group=column_group,
         whole_rows=whole_rows,
-        batch_group=dims.get_mesh("batch").get_group() if shape.dp > 1 else None,
         channels=Channels(pp_ranks, pp_group, directed, through_host=share_device),
-        tie_group=tie_group,
+    )
+
+
+def _device_mesh(
+    axes: Sequence[tuple[tuple[int, ...], dist.ProcessGroup | None]],
+    device: torch.device,
+    ranks: torch.Tensor,
+    names: tuple[str, ...],
+) -> DeviceMesh:
+    """A device mesh of groups that exist. Args: axes: this rank's ranks and group along each axis; ranks: of all."""
+    groups = [group or group_of_one() for _, group in axes]
+    return DeviceMesh.from_group(
+        groups if len(groups) > 1 else groups[0],
+        device.type,
+        mesh=ranks,
+        mesh_dim_names=names,
     )
 
 
@@ -270,27 +282,18 @@ def second_replica_group(mesh: Mesh, timeout: timedelta) -> dist.ProcessGroup | 
     Args: timeout: of a collective on it.
     """
     own_group = None
-    for ranks in _groups(mesh.shape, ("pp", "cp", "tp")):
+    for ranks in mesh.layout.groups("pp", "cp", "tp"):
         if len(ranks) > 1:
             group = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
             own_group = group if mesh.rank in ranks else own_group
     return own_group
 
 
-def _groups(shape: MeshShape, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
-    """The global ranks of each group of ranks that differ only in these axes, in rank order."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for rank in range(shape.world_size):
-        coordinates = shape.coordinates(rank)
-        groups.setdefault(tuple(getattr(coordinates, axis) for axis in AXES if axis not in axes), []).append(rank)
-    return [tuple(ranks) for ranks in groups.values()]
-
-
-def _join(shape: MeshShape, axes: tuple[str, ...], rank: int) -> tuple[tuple[int, ...], dist.ProcessGroup | None]:
+def _join(layout: JobLayout, axes: tuple[str, ...], rank: int) -> tuple[tuple[int, ...], dist.ProcessGroup | None]:
     """This rank's group along some axes, None for a group of one. Collective: every rank makes every group."""
     joined = None
-    for ranks in _groups(shape, axes):
-        if len(ranks) == shape.world_size > 1:
+    for ranks in layout.groups(*axes):
+        if len(ranks) == layout.world_size > 1:
             return ranks, dist.group.WORLD
         group = dist.new_group(list(ranks)) if len(ranks) > 1 else None
         if rank in ranks:

@@ -53,11 +53,10 @@ class Placement:
             )
         seed, partition, groups_before = config.debug.seed, job.partition, process_groups()
         mesh = build_mesh(
-            config.parallelism.mesh_shape,
+            config.parallelism.layout,
             device,
             data_encoder=config.data_encoder,
             whole_rows=config.parallelism.tensor_parallel_rows == "whole",
-            tie_ranks=partition.tie_ranks,
             share_device=config.comm.share_device,
         )
         data, ahead = ReplicaData(config, mesh, job.spec, partition, StepAssigner.of(config, job)), None
@@ -77,7 +76,7 @@ class Placement:
             )
             check_groups(config.optimizer, model.chunks, model.aliases)
             optimizers = build_optimizers(config.optimizer, model.chunks, model.tied, model.aliases)
-            runtime = PipelineScheduleRuntime(model.stages)
+            runtime = PipelineScheduleRuntime(model.stages, reduced=model.sums.stage_reduced)
             undo.pop_all()
         groups = tuple(group for group in process_groups() if group not in groups_before)
         return cls(

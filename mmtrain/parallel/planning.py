@@ -160,7 +160,7 @@ class PlanAhead:
         self._section: PlannerConfig = planner.job.section
         self._searches = mesh.is_leader or self._section.distributed
         self._group = second_replica_group(mesh, MESSAGE_TIMEOUT)
-        self.threads = search_threads(self._section.threads, num_cores(), local_world_size(mesh.shape.world_size))
+        self.threads = search_threads(self._section.threads, num_cores(), local_world_size(mesh.layout.world_size))
         """Of a search."""
         self.counts: Counter[PlanStatus] = Counter()
         """How many iterations had each status."""

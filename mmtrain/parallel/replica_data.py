@@ -95,7 +95,7 @@ class ReplicaData:
         opened: list[Decoding] = []
 
         def open_questions() -> Decoding:
-            opened.append(Decoding(self._config, dp_rank=self._mesh.dp_rank, dp_degree=self._mesh.shape.dp))
+            opened.append(Decoding(self._config, dp_rank=self._mesh.dp_rank, dp_degree=self._mesh.layout.dp))
             return opened[0]
 
         for item in self._share(open_questions):
@@ -116,7 +116,7 @@ class ReplicaData:
             self._config,
             split=split,
             dp_rank=self._mesh.dp_rank,
-            dp_degree=self._mesh.shape.dp,
+            dp_degree=self._mesh.layout.dp,
             state=state,
             shuffle=False if validating else None,
             num_steps=num_steps,

@@ -53,9 +53,11 @@ class StepOutcome:
 class PipelineScheduleRuntime(TorchScheduleRuntime):
     """torch's runtime of action lists, over a work graph that is new in every step."""
 
-    def __init__(self, stages: Sequence[ModalityStage]) -> None:
+    def __init__(self, stages: Sequence[ModalityStage], *, reduced: Callable[[int], None] = lambda stage: None) -> None:
+        """Args: reduced: called after the REDUCE of a stage."""
         super().__init__(list(stages), n_microbatches=1, loss_fn=None, scale_grads=False)
         self._by_index = {stage.stage_index: stage for stage in stages}
+        self._reduced = reduced
         self._feed: Feed | None = None
         self._loss_grad: Tensor | None = None
         self._calls: list[tuple[Handler, BoundAction]] = []
@@ -320,6 +322,7 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
     def _reduce(self, bound: BoundAction) -> None:
         self._finish_unshard(bound.stage)
         reduce_grads(bound.stage)
+        self._reduced(bound.stage.stage_index)
 
     def _reshard(self, bound: BoundAction) -> None:
         self._finish_unshard(bound.stage)

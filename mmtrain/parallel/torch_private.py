@@ -33,6 +33,7 @@ __all__ = [
     "fsdp_pass",
     "gathers_itself",
     "gradient_edge",
+    "group_of_one",
     "is_decomposed",
     "prepare_fsdp",
     "process_groups",
@@ -97,6 +98,11 @@ def set_timeout(timeout: timedelta) -> None:
 def process_groups() -> list[dist.ProcessGroup]:
     """The process groups that this process has, in the order in which they were made."""
     return list(dist.distributed_c10d._world.pg_map)
+
+
+def group_of_one() -> dist.ProcessGroup:
+    """A process group of this rank alone, whose collectives do nothing: an axis of size 1 of a device mesh."""
+    return dist.new_group([dist.get_rank()], backend="fake", use_local_synchronization=True)
 
 
 def end_groups(groups: Iterable[dist.ProcessGroup]) -> None:

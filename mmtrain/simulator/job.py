@@ -50,7 +50,7 @@ def make_job(config: Config, choose: Choose = choose_partition) -> Job:
         costs=costs,
         schedule=schedule,
         sub_microbatch_size=sub_microbatch,
-        sharded=uses_fsdp(config.parallelism.mesh_shape, config.training, data_encoder=config.data_encoder),
+        sharded=uses_fsdp(config.parallelism.layout, config.training, data_encoder=config.data_encoder),
         regathered=config.regathered,
         memory=MemoryChoices.planned(config.activation_checkpoint, config.planner),
         submesh=Submesh.of(config),

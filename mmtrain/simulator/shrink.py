@@ -54,8 +54,8 @@ def shrink(config: Config, *, seq_len: int = SEQ_LEN) -> Shrunk:
     job = make_job(config)  # it also refuses degrees that do not divide the real model
     small_layout = replace(config, parallelism=parallelism)
     model = _model(small_layout, job)
-    dp = parallelism.mesh_shape.dp
-    per_replica = config.training.global_batch_size // config.parallelism.mesh_shape.dp
+    dp = parallelism.layout.dp
+    per_replica = config.training.global_batch_size // config.parallelism.layout.dp
     training = replace(
         config.training,
         seq_len=min(config.training.seq_len, max(seq_len, 2 * most_image_tokens(model) + seq_len // 2)),
@@ -81,7 +81,7 @@ def shrink(config: Config, *, seq_len: int = SEQ_LEN) -> Shrunk:
 def _fewer_ranks(section: ParallelismConfig) -> tuple[ParallelismConfig, tuple[str, ...]]:
     notes = []
     for name in _LOWERED_FIRST:
-        degree, world = getattr(section, name), section.mesh_shape.world_size
+        degree, world = getattr(section, name), section.layout.world_size
         if world > MOST_RANKS and degree > 2:
             lowered: dict[str, Any] = {name: 2}
             section = replace(section, **lowered)

@@ -71,7 +71,7 @@ class Question:
     @property
     def simulated_replicas(self) -> int:
         """Number of simulated replicas."""
-        return min(self.num_replicas, self.config.parallelism.mesh_shape.dp)
+        return min(self.num_replicas, self.config.parallelism.layout.dp)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +157,7 @@ def simulate_job(question: Question, progress: Callable[[str, int], None] = lamb
         seed=question.seed,
         image_side=question.image_side or 0,
     )
-    dp = config.parallelism.mesh_shape.dp
+    dp = config.parallelism.layout.dp
     batches = [divided(step, dp)[: question.simulated_replicas] for step in steps]
     results = []
     for schedule in question.schedules:
@@ -284,7 +284,7 @@ def _answer(
 def _notes(question: Question, machine: Machine) -> list[str]:
     """Differences between the simulation and the job."""
     config, notes = question.config, []
-    dp = config.parallelism.mesh_shape.dp
+    dp = config.parallelism.layout.dp
     if question.simulated_replicas < dp:
         notes.append(
             f"{question.simulated_replicas} of {dp} data-parallel replicas are simulated (--replicas); the slowest of "

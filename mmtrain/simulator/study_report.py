@@ -6,7 +6,6 @@ from dataclasses import asdict
 from typing import Any
 
 from mmtrain.config.config import Config
-from mmtrain.config.topology import AXES
 from mmtrain.costs.machine import Machine
 from mmtrain.simulator.breakdown import label
 from mmtrain.simulator.study import Answer, Report
@@ -18,8 +17,8 @@ _COLUMNS = ("schedule", "iteration s", "min", "max", "MFU", "bubble", "gather s"
 def table(report: Report) -> str:
     """The report as text: the job, one line for each schedule, schedules that do not fit, and notes."""
     question, machine = report.question, report.machine
-    config, shape = question.config, question.config.parallelism.mesh_shape
-    degrees = ", ".join(f"{axis} {degree}" for axis, degree in zip(AXES, shape.degrees, strict=True))
+    config, shape = question.config, question.config.parallelism.layout
+    degrees = ", ".join(f"{axis} {degree}" for axis, degree in shape.degrees.items())
     lines = [
         config.job.description or "a job",
         f"{shape.world_size} ranks of {machine.name} ({degrees}); costs: {machine.costs}",
@@ -128,7 +127,7 @@ def _span(values: Sequence[float]) -> str:
 def to_json(report: Report) -> dict[str, Any]:
     """The report as values for JSON, in seconds and bytes, with every iteration."""
     question, machine = report.question, report.machine
-    shape = question.config.parallelism.mesh_shape
+    shape = question.config.parallelism.layout
     return {
         "description": question.config.job.description,
         "ranks": shape.world_size,

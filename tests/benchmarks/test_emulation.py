@@ -17,7 +17,7 @@ from emulation import (
 )
 
 from mmtrain.config import config as config_module
-from mmtrain.config.topology import MeshShape
+from mmtrain.config.topology import JobLayout
 from mmtrain.errors import PlanError
 from mmtrain.modality.typical import Bins
 from mmtrain.parallel.mesh import build_mesh
@@ -341,7 +341,7 @@ def message_scale(problem: PlanningProblem) -> float:
 
 def run_cases(rank: int, cases: dict[str, Case]) -> dict[str, Executed]:
     (num_ranks,) = {case.problem.graph.num_ranks for case in cases.values()}
-    mesh = build_mesh(MeshShape(pp=num_ranks), torch.device("cpu"))
+    mesh = build_mesh(JobLayout.grid(pp=num_ranks), torch.device("cpu"))
     found = {}
     for name, case in cases.items():
         runtime = EmulatedRuntime(case.problem, mesh, VirtualClock(), message_scale=message_scale(case.problem))
@@ -435,7 +435,7 @@ def test_the_cases_have_what_plans_can_have(executions):
 
 def wait_for_real(rank: int) -> tuple[tuple, float]:
     problem, plan = waiting()
-    mesh = build_mesh(MeshShape(pp=2), torch.device("cpu"))
+    mesh = build_mesh(JobLayout.grid(pp=2), torch.device("cpu"))
     runtime = EmulatedRuntime(problem, mesh, HostClock())
     outcome = runtime.run(plan)
     return outcome.rows, runtime.timeline(outcome).makespan_s
@@ -461,7 +461,7 @@ def test_nothing_is_faster_than_simulated_on_the_host_clock():
 
 def blocks_for_real(rank: int) -> tuple[float, float, float]:
     problem, plan = blocks()
-    mesh = build_mesh(MeshShape(pp=2), torch.device("cpu"))
+    mesh = build_mesh(JobLayout.grid(pp=2), torch.device("cpu"))
     runtime = EmulatedRuntime(problem, mesh, HostClock())
     makespan_s = runtime.timeline(runtime.run(plan)).makespan_s
     return makespan_s, runtime.link.exchanged_s, runtime.link.exposed_s
@@ -490,7 +490,7 @@ def exchange_messages(rank: int) -> None:
     program = lower(CATALOGUE["GPipe"].make(problem), problem, sharded=False)
     assert str(program).startswith("0F0.0 0SEND_F0.0>1 0F1.0 0SEND_F1.0>1 ")
     text = str(program).replace("0SEND_F0.0>1 0F1.0 0SEND_F1.0>1", "0F1.0 0SEND_F1.0>1 0SEND_F0.0>1")
-    mesh = build_mesh(MeshShape(pp=2), torch.device("cpu"))
+    mesh = build_mesh(JobLayout.grid(pp=2), torch.device("cpu"))
     runtime = EmulatedRuntime(problem, mesh, VirtualClock())
     runtime.run(CATALOGUE["GPipe"].make(problem), Program.parse(problem.graph, text))
 
@@ -504,7 +504,7 @@ def test_messages_of_one_size_in_the_wrong_order_are_seen():
 
 
 def refusals(rank: int) -> list[str]:
-    mesh = build_mesh(MeshShape(pp=2), torch.device("cpu"))
+    mesh = build_mesh(JobLayout.grid(pp=2), torch.device("cpu"))
     chain = plain_chain(2, 1, CATALOGUE["1F1B"])
     idle = replace(chain, graph=replace(chain.graph, stage_rank=(1 - rank, 1 - rank)))
     messages = []

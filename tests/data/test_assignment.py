@@ -41,7 +41,7 @@ def made_of(seq_len: int) -> Job:
 def loaded(job: Config, num: int, **options: Any) -> list[list[Step]]:
     """[replica][step]"""
     assigner = StepAssigner.of(job, made_of(job.training.seq_len))
-    degree = job.parallelism.mesh_shape.dp
+    degree = job.parallelism.layout.dp
     replicas = []
     for rank in range(degree):
         with Loader(job, num_steps=num, dp_rank=rank, dp_degree=degree, assigner=assigner, **options) as loader:

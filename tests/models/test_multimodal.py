@@ -157,7 +157,7 @@ def test_configs_alone_make_a_job_with_random_weights(tmp_path):
         tmp_path / "a", ParallelSpec(pp=2), specs, modality_parallelism="colocated",
         parallelism=ParallelismConfig(data_parallel_shard_degree=2), **SECTIONS,
     )  # fmt: skip
-    assert job.parallelism.mesh_shape.world_size == 8
+    assert job.parallelism.layout.world_size == 8
     assert {section.weights for section in job.model.cut_modules.values()} == {"random"}
     assert job.model.language.attention_mask == "modality"
     spread = mllm.job(tmp_path / "b", ParallelSpec(pp=2), specs, modality_parallelism="spread", **SECTIONS)

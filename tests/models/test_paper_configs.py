@@ -89,7 +89,7 @@ def test_sizes_are_those_of_the_papers_tables(name):
     ],
 )
 def test_degrees_are_those_of_the_papers_tables(name, degrees):
-    shape = config.load(f"{name}.toml").parallelism.mesh_shape
+    shape = config.load(f"{name}.toml").parallelism.layout
     assert (shape.dp, shape.tp, shape.pp) == degrees
 
 

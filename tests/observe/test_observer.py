@@ -17,7 +17,7 @@ class Watching(Observer):
         self.rank, self.calls = rank, []
 
     def layout_begins(self, config, planner, mesh, step):
-        self.calls.append(("layout", mesh.shape.world_size, step))
+        self.calls.append(("layout", mesh.layout.world_size, step))
 
     def before_step(self, step: RunningStep):
         self.calls.append(("before", step.step))

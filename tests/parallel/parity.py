@@ -14,7 +14,7 @@ from mmtrain.config.data import DataConfig
 from mmtrain.config.model import ModelConfig
 from mmtrain.config.planner import PlannerConfig
 from mmtrain.config.sections import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
-from mmtrain.config.topology import AXES, MeshShape
+from mmtrain.config.topology import JobLayout
 from mmtrain.costs.cost_model import FlopsCosts
 from mmtrain.errors import PlanError
 from mmtrain.modality.submesh import Submesh
@@ -22,7 +22,7 @@ from mmtrain.modality.typical import reference_sizes
 from mmtrain.parallel.build import build_local_model, check_same_program
 from mmtrain.parallel.feed import StepFeed
 from mmtrain.parallel.feeds.inputs import StepInputs
-from mmtrain.parallel.grads import fill_missing_grads, local_part, sync_tied, total_norm
+from mmtrain.parallel.grads import fill_missing_grads, local_part, total_norm
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.replica_data import ReplicaData
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
@@ -95,7 +95,7 @@ class Case:
     prepare: Callable[[torch.nn.Module], None] | None = None
     """Changes the values of a chunk; what it does must depend on the names of parameters alone."""
 
-    def submesh(self, shape: MeshShape) -> Submesh:
+    def submesh(self, shape: JobLayout) -> Submesh:
         return Submesh(
             cp=shape.cp, tp=shape.tp, split=self.split, block_size=4,
             share_patches=self.share_patches and shape.cp > 1, head_groups=self.head_groups,
@@ -136,7 +136,7 @@ def small(case: Case, pp: int) -> Case:
     return short(thin(case, pp), pp)
 
 
-Table = dict[MeshShape, dict[str, Case]]
+Table = dict[JobLayout, dict[str, Case]]
 """Which cases are run on a layout."""
 
 
@@ -147,7 +147,9 @@ def selection(table: Table, shrink: Callable[[Case, int], Case] = lambda case, p
     """
     rows = [(shape, name, run) for shape, cases in table.items() for name, case in cases.items() for run in case.runs]
     found: Table = {}
-    for shape, name, run in covering(rows, lambda row: (*row[0].degrees, *row[1:]), lambda row: 2 + row[0].world_size):
+    for shape, name, run in covering(
+        rows, lambda row: (*row[0].degrees.values(), *row[1:]), lambda row: 2 + row[0].world_size
+    ):
         cases = found.setdefault(shape, {})
         runs = cases[name].runs if name in cases else ()
         cases[name] = dataclasses.replace(shrink(table[shape][name], shape.pp), runs=(*runs, run))
@@ -159,9 +161,9 @@ def layouts(table: Table) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("shape", "cases"), table.items(), ids=[identify(shape) for shape in table])
 
 
-def identify(shape: MeshShape) -> str:
+def identify(shape: JobLayout) -> str:
     """The axes above 1."""
-    return "-".join(f"{axis}{n}" for axis, n in zip(AXES, shape.degrees, strict=True) if n > 1) or "one"
+    return "-".join(f"{axis}{n}" for axis, n in shape.divided.items()) or "one"
 
 
 def with_mask(model: ModelConfig, mask: str) -> ModelConfig:
@@ -190,11 +192,9 @@ def run_layout(rank, shape, cases) -> dict[tuple, Found]:
     found = {}
     for name, case in cases.items():
         submesh, parts = case.submesh(shape), cut(case, shape)
-        key = submesh.data_encoder, parts.tie_ranks
+        key = submesh.data_encoder
         if key not in meshes:
-            meshes[key] = build_mesh(
-                shape, torch.device("cpu"), data_encoder=submesh.data_encoder, tie_ranks=parts.tie_ranks
-            )
+            meshes[key] = build_mesh(shape, torch.device("cpu"), data_encoder=key)
         for run, errors in run_case(meshes[key], case, submesh, parts).items():
             found[name, *run] = errors
     return found
@@ -223,8 +223,8 @@ def run_case(mesh, case, submesh, parts):
     )
     for chunk in local.chunks if case.prepare else ():
         case.prepare(chunk)
-    runtime = PipelineScheduleRuntime(local.stages)
-    batches = [make_batch(model, case.images[replica % 2], seed=replica + 1) for replica in range(mesh.shape.dp)]
+    runtime = PipelineScheduleRuntime(local.stages, reduced=local.sums.stage_reduced)
+    batches = [make_batch(model, case.images[replica % 2], seed=replica + 1) for replica in range(mesh.layout.dp)]
     wanted_loss, wanted = reference_gradients(model, spec, batches, seed=5, prepare=case.prepare)
     found = {}
     whole = {}
@@ -233,7 +233,7 @@ def run_case(mesh, case, submesh, parts):
         planner = IterationPlanner(Job(
             spec=spec, partition=parts, section=PLANNER,
             costs=FlopsCosts.of(PLANNER, shares=submesh.size), schedule=SCHEDULES[schedule], sub_microbatch_size=size,
-            sharded=uses_fsdp(mesh.shape, case.training, data_encoder=submesh.data_encoder),
+            sharded=uses_fsdp(mesh.layout, case.training, data_encoder=submesh.data_encoder),
             regathered=case.regathered, submesh=submesh, check_plans=True,
             memory=MemoryChoices(section=case.recompute),
         ))  # fmt: skip
@@ -303,7 +303,7 @@ def run_step(
     outcome = runtime.step(StepFeed(parts, inputs), loss_grad=1 / num_targets)
     fill_missing_grads(local.parameters)
     finish_gradients(local.parameters)
-    sync_tied(local.tied, mesh)
+    local.sums.finish()
     losses = outcome.losses.values() if place.tp == 0 else ()
     loss = torch.tensor(sum(float(x) for x in losses) / num_targets, dtype=torch.float64)
     torch.distributed.all_reduce(loss)

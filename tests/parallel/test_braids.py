@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from mmtrain.config.topology import MeshShape
+from mmtrain.config.topology import JobLayout
 from mmtrain.modality.bitfield import segment_bits
 from mmtrain.models.attention.context import attention_context
 from mmtrain.parallel import passes
@@ -48,7 +48,7 @@ ONE_V = Case(
 FROZEN_V = dataclasses.replace(ONE_V, model=model_config(segments=(0, 0), frozen=("encoder",)))
 LORA = Case(model=with_lora(model_config()), prepare=fill_adapters_by_name)
 DAILY = {
-    MeshShape(pp=2, tp=2): {
+    JobLayout.grid(pp=2, tp=2): {
         "text, V": dataclasses.replace(V, runs=V.runs[:2]),
         "V": ONE_V,
         "text, V, offloaded": dataclasses.replace(V, runs=V.runs[:1], limits=(0.85,)),
@@ -56,14 +56,14 @@ DAILY = {
         "frozen encoder": small(braided(Case(model=model_config("qwen2_5_vl_vision", frozen=("encoder",)))), 2),
         "text to video": small(braided(Case(model=t2v(out_channels=4))), 2),
     },
-    MeshShape(pp=2, dp_shard=2, tp=2): {"text, V": dataclasses.replace(V, runs=V.runs[:1])},
+    JobLayout.grid(pp=2, dp_shard=2, tp=2): {"text, V": dataclasses.replace(V, runs=V.runs[:1])},
 }
 FAMILIES = test_whole_models.CASES | test_deepstack.CASES | test_memory_plans.PLANE
 NIGHTLY = {
     **{shape: test_parity.PLANES[shape] for shape in test_parity.COVERING if shape.tp > 1 and shape.pp > 1},
     # A matrix that is tied inside one chunk gets its summands in another order if backwards are split.
-    MeshShape(tp=2): {name: case for name, case in FAMILIES.items() if "tied" not in name},
-    MeshShape(pp=2, tp=2): FAMILIES | test_parity.PLANES[MeshShape(pp=2, tp=2)],
+    JobLayout.grid(tp=2): {name: case for name, case in FAMILIES.items() if "tied" not in name},
+    JobLayout.grid(pp=2, tp=2): FAMILIES | test_parity.PLANES[JobLayout.grid(pp=2, tp=2)],
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mmtrain.config.model import EncoderConfig, LanguageConfig, ModelConfig, ProjectorConfig
-from mmtrain.config.topology import MeshShape
+from mmtrain.config.topology import JobLayout
 from mmtrain.costs.cost_model import FlopsCosts
 from mmtrain.modality.bitfield import language_bits
 from mmtrain.modality.positions import token_positions
@@ -94,15 +94,15 @@ CASES = {
     "videos, patches over cp": case(images=VIDEOS, share_patches=True),
 }
 LAYOUTS = [
-    MeshShape(pp=2),
-    MeshShape(pp=4),
-    MeshShape(pp=2, tp=2),
-    MeshShape(pp=2, cp=2),
-    MeshShape(pp=2, dp_shard=2),
-    MeshShape(pp=2, cp=2, tp=2),
+    JobLayout.grid(pp=2),
+    JobLayout.grid(pp=4),
+    JobLayout.grid(pp=2, tp=2),
+    JobLayout.grid(pp=2, cp=2),
+    JobLayout.grid(pp=2, dp_shard=2),
+    JobLayout.grid(pp=2, cp=2, tp=2),
 ]
 DAILY = {
-    MeshShape(pp=2): {
+    JobLayout.grid(pp=2): {
         "all": case(deepstack(4)),
         "memory": case(deepstack(4), memories=2),
         "two encoders": case(with_maps(deepstack(4)), MAPS),
@@ -111,7 +111,7 @@ DAILY = {
 }
 
 
-def carried(model: ModelConfig, shape: MeshShape) -> dict[str, list[int]]:
+def carried(model: ModelConfig, shape: JobLayout) -> dict[str, list[int]]:
     """Module -> activations that travel over each edge between its stages."""
     spec, parts = model_spec(model), cut(case(model), shape)
     return {
@@ -143,7 +143,7 @@ def planner_of(spec: ModelSpec, parts: Partition, images_of_a_work: int) -> Iter
 
 def test_an_edge_costs_what_is_sent_over_it():
     """The bytes of messages in plans are those of the tensors that the runtime makes for them."""
-    model, shape = deepstack(segments=(2, 2)), MeshShape(pp=2)
+    model, shape = deepstack(segments=(2, 2)), JobLayout.grid(pp=2)
     spec, parts = model_spec(model), cut(case(model), shape)
     assert carried(model, shape) == {"vision": [1, 2, 3], "language": [2, 0, 0]}
     planner = planner_of(spec, parts, images_of_a_work=1)
@@ -163,7 +163,7 @@ def test_an_edge_costs_what_is_sent_over_it():
 @pytest.mark.parametrize("frozen", [(), ("encoder",)], ids=["trainable", "frozen tower"])
 def test_a_stage_holds_the_bytes_that_are_planned(frozen):
     """Of the second chunk of each module; also the input, which waits for its gradient, with all that it carries."""
-    model, shape = deepstack(4, frozen=frozen), MeshShape(pp=2)
+    model, shape = deepstack(4, frozen=frozen), JobLayout.grid(pp=2)
     spec, parts = model_spec(model), cut(case(model), shape)
     planner = planner_of(spec, parts, images_of_a_work=0)
     _, meta = make_batch(model, [[2, 1]], seed=1)

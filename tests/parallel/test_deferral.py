@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from mmtrain.config.sections import ActivationCheckpointConfig
-from mmtrain.config.topology import MeshShape
+from mmtrain.config.topology import JobLayout
 from tests.lora import with_lora
 from tests.parallel.parity import Case, check, layouts, run_layout, selection, short, small, with_mask
 from tests.parallel.test_deepstack import deepstack
@@ -86,22 +86,22 @@ V = {
 }  # fmt: skip
 
 TABLE = {
-    MeshShape(): CASES,
-    MeshShape(pp=2): CASES | V,
-    MeshShape(pp=4): {name: CASES[name] for name in ("trainable, tied", "frozen encoder", "sound", "blocks")} | V,
-    MeshShape(pp=2, tp=2): CASES | OF_TP,
-    MeshShape(pp=2, cp=2): CASES | OF_CP,
-    MeshShape(pp=2, dp_shard=2): CASES,
-    MeshShape(pp=3): PLACED,
-    MeshShape(pp=3, dp_shard=2): PLACED,
+    JobLayout.grid(): CASES,
+    JobLayout.grid(pp=2): CASES | V,
+    JobLayout.grid(pp=4): {name: CASES[name] for name in ("trainable, tied", "frozen encoder", "sound", "blocks")} | V,
+    JobLayout.grid(pp=2, tp=2): CASES | OF_TP,
+    JobLayout.grid(pp=2, cp=2): CASES | OF_CP,
+    JobLayout.grid(pp=2, dp_shard=2): CASES,
+    JobLayout.grid(pp=3): PLACED,
+    JobLayout.grid(pp=3, dp_shard=2): PLACED,
 }
 DAILY = {
-    MeshShape(pp=2): ("trainable, tied", "frozen encoder", "inner features", "one v"),
-    MeshShape(pp=4): ("sound", "blocks"),
-    MeshShape(pp=2, tp=2): ("adapters", "images over tp"),
-    MeshShape(pp=2, cp=2): ("patches", "recomputation"),
-    MeshShape(pp=2, dp_shard=2): ("frozen language", "sounds of packed rows"),
-    MeshShape(pp=3): ("more ranks of vision", "more ranks of language"),
+    JobLayout.grid(pp=2): ("trainable, tied", "frozen encoder", "inner features", "one v"),
+    JobLayout.grid(pp=4): ("sound", "blocks"),
+    JobLayout.grid(pp=2, tp=2): ("adapters", "images over tp"),
+    JobLayout.grid(pp=2, cp=2): ("patches", "recomputation"),
+    JobLayout.grid(pp=2, dp_shard=2): ("frozen language", "sounds of packed rows"),
+    JobLayout.grid(pp=3): ("more ranks of vision", "more ranks of language"),
 }
 
 

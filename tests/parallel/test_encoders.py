@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from mmtrain.config.topology import MeshShape
+from mmtrain.config.topology import JobLayout
 from tests.parallel.parity import Case, check, layouts, run_layout, small, with_mask
 from tests.parallel.test_parity import TOLERANCE
 from tests.ranks import run_ranks
@@ -50,34 +50,34 @@ PLACED = {
     "chain": Case(model=with_ears(segments=OPEN), images=SOUND_ON_ONE, partition="mixed-parameters"),
 }
 SHAPES = [
-    MeshShape(),
-    MeshShape(pp=2),
-    MeshShape(tp=2),
-    MeshShape(cp=2),
-    MeshShape(dp_shard=2),
-    MeshShape(pp=2, tp=2),
-    MeshShape(pp=2, cp=2),
-    MeshShape(pp=2, dp_shard=2),
-    MeshShape(cp=2, tp=2),
-    MeshShape(pp=2, cp=2, tp=2),
-    MeshShape(pp=2, dp_shard=2, cp=2),
+    JobLayout.grid(),
+    JobLayout.grid(pp=2),
+    JobLayout.grid(tp=2),
+    JobLayout.grid(cp=2),
+    JobLayout.grid(dp_shard=2),
+    JobLayout.grid(pp=2, tp=2),
+    JobLayout.grid(pp=2, cp=2),
+    JobLayout.grid(pp=2, dp_shard=2),
+    JobLayout.grid(cp=2, tp=2),
+    JobLayout.grid(pp=2, cp=2, tp=2),
+    JobLayout.grid(pp=2, dp_shard=2, cp=2),
 ]
 OVER_TP = {"images over tp": Case(model=with_ears(), images=MIXED, data_encoder=True)}
 TABLE = {shape: CASES | (OVER_TP if shape.tp > 1 else {}) for shape in SHAPES}
 PLACED_SHAPES = [
-    MeshShape(pp=3),
-    MeshShape(pp=4),
-    MeshShape(pp=3, dp_shard=2),
-    MeshShape(pp=3, tp=2),
-    MeshShape(pp=4, cp=2),
+    JobLayout.grid(pp=3),
+    JobLayout.grid(pp=4),
+    JobLayout.grid(pp=3, dp_shard=2),
+    JobLayout.grid(pp=3, tp=2),
+    JobLayout.grid(pp=4, cp=2),
 ]
 PLACED_TABLE = dict.fromkeys(PLACED_SHAPES, PLACED)
 DAILY = {shape: {name: small(case, shape.pp) for name, case in cases.items()} for shape, cases in {
-    MeshShape(): {name: CASES[name] for name in ("three encoders", "sound alone")},
-    MeshShape(pp=2): {name: CASES[name] for name in ("pictures and sound", "frozen sound", "no sound")},
-    MeshShape(cp=2, tp=2): {"three encoders": CASES["three encoders"], "frozen encoder": CASES["frozen encoder"]},
-    MeshShape(dp_shard=2): {name: CASES[name] for name in ("frozen language",)},
-    MeshShape(pp=3): {"parallel": PLACED["parallel"], "colocated": PLACED["colocated"]},
+    JobLayout.grid(): {name: CASES[name] for name in ("three encoders", "sound alone")},
+    JobLayout.grid(pp=2): {name: CASES[name] for name in ("pictures and sound", "frozen sound", "no sound")},
+    JobLayout.grid(cp=2, tp=2): {"three encoders": CASES["three encoders"], "frozen encoder": CASES["frozen encoder"]},
+    JobLayout.grid(dp_shard=2): {name: CASES[name] for name in ("frozen language",)},
+    JobLayout.grid(pp=3): {"parallel": PLACED["parallel"], "colocated": PLACED["colocated"]},
 }.items()}  # fmt: skip
 
 

@@ -77,7 +77,7 @@ def test_gradients_are_bitwise_equal_in_every_mode(tmp_path, charts, layout, var
     1.5e-8 of an element; of the tied matrix where tp > 1 and parameters stay gathered, so that its gradients are made
     during exchanges, measured 1.3e-8 of the norm."""
     path = write_config(tmp_path, charts)
-    world = config.load(path, degrees(layout)).parallelism.mesh_shape.world_size
+    world = config.load(path, degrees(layout)).parallelism.layout.world_size
     for found in run_ranks(differences, world, path, layout, variants):
         for (loss, norm, worst), overrides in zip(found, variants, strict=True):
             other = any("patches" in text for text in overrides) or ("tp" in layout and ALWAYS in overrides)
@@ -154,7 +154,7 @@ def test_an_encoder_is_gathered_at_each_use_only_where_its_ranks_share_images(tm
 
 def test_offload_alone_is_a_reason_for_fsdp(tmp_path, charts):
     job = config.load(write_config(tmp_path, charts))
-    shape = job.parallelism.mesh_shape
+    shape = job.parallelism.layout
     assert not config.uses_fsdp(shape, job.training)
     assert config.uses_fsdp(shape, dataclasses.replace(job.training, enable_cpu_offload=True))
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmtrain.config.topology import MeshShape
+from mmtrain.config.topology import JobLayout
 from mmtrain.models.loss import LossOutput
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
@@ -60,7 +60,7 @@ def inner_edges() -> PlanningProblem:
 
 def train(rank):
     problem, found = inner_edges(), {}
-    mesh = build_mesh(MeshShape(pp=2), torch.device("cpu"))
+    mesh = build_mesh(JobLayout.grid(pp=2), torch.device("cpu"))
     for name in ("1F1B", "ZB-H1", "interleave"):
         plan = CATALOGUE[name].make(problem)
         check(plan, problem)

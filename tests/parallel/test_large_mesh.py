@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mmtrain.config.topology import MeshShape
+from mmtrain.config.topology import JobLayout
 from mmtrain.modality.typical import reference_sizes
 from mmtrain.parallel.build import build_local_model
 from mmtrain.parallel.mesh import build_mesh
@@ -14,7 +14,7 @@ from mmtrain.spec.builders import model_spec
 from tests.ranks import run_alone
 from tests.reference import TRAINING, model_config
 
-SHAPE = MeshShape(pp=4, dp_replicate=2, dp_shard=4, cp=4, tp=2)
+SHAPE = JobLayout.grid(pp=4, dp_replicate=2, dp_shard=4, cp=4, tp=2)
 
 
 def build(rank):

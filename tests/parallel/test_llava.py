@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 
 from mmtrain.config.model import ModelConfig
-from mmtrain.config.topology import MeshShape
+from mmtrain.config.topology import JobLayout
 from tests.llava import job_model, save_llava
 from tests.lora import with_lora
 from tests.parallel.parity import Case, check, identify, run_layout, short
@@ -33,13 +33,15 @@ def models(folder) -> dict[str, ModelConfig]:
 @pytest.mark.ranks
 def test_two_pipeline_ranks_equal_one_process(tmp_path):
     cases = {name: short(Case(model=model), 2) for name, model in models(tmp_path).items()}
-    check(run_ranks(run_layout, 2, MeshShape(pp=2), cases), TOLERANCE)
+    check(run_ranks(run_layout, 2, JobLayout.grid(pp=2), cases), TOLERANCE)
 
 
 @pytest.mark.ranks
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    "shape", [MeshShape(pp=2, tp=2), MeshShape(pp=2, cp=2), MeshShape(pp=4), MeshShape(dp_shard=2, tp=2)], ids=identify
+    "shape",
+    [JobLayout.grid(pp=2, tp=2), JobLayout.grid(pp=2, cp=2), JobLayout.grid(pp=4), JobLayout.grid(dp_shard=2, tp=2)],
+    ids=identify,
 )
 def test_layouts_equal_one_process(tmp_path, shape):
     cases = {}
@@ -59,7 +61,9 @@ def test_layouts_equal_one_process(tmp_path, shape):
 
 @pytest.mark.ranks
 @pytest.mark.nightly
-@pytest.mark.parametrize("shape", [MeshShape(pp=2, tp=2), MeshShape(pp=2, cp=2), MeshShape(cp=2, tp=2)], ids=identify)
+@pytest.mark.parametrize(
+    "shape", [JobLayout.grid(pp=2, tp=2), JobLayout.grid(pp=2, cp=2), JobLayout.grid(cp=2, tp=2)], ids=identify
+)
 def test_resized_positions_equal_one_process(shape):
     """SigLIP 2 of any image size, where cp ranks also divide the patches of an image."""
     model = model_config("siglip2_vision_model")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmtrain.config.config import uses_fsdp
-from mmtrain.config.topology import MeshShape
+from mmtrain.config.topology import JobLayout
 from mmtrain.costs.cost_model import FlopsCosts
 from mmtrain.errors import PlanError
 from mmtrain.modality.catalogue import division_of
@@ -65,8 +65,8 @@ def check_equal(ranks):
             assert errors.unequal == (), (case, rank)
 
 
-PIPELINES = dict.fromkeys((MeshShape(pp=2), MeshShape(pp=2, dp_shard=2)), CASES)
-PLANES = dict.fromkeys((MeshShape(tp=2), MeshShape(cp=2), MeshShape(dp_shard=2, tp=2)), PLANE)
+PIPELINES = dict.fromkeys((JobLayout.grid(pp=2), JobLayout.grid(pp=2, dp_shard=2)), CASES)
+PLANES = dict.fromkeys((JobLayout.grid(tp=2), JobLayout.grid(cp=2), JobLayout.grid(dp_shard=2, tp=2)), PLANE)
 
 
 @pytest.mark.ranks
@@ -88,14 +88,14 @@ def test_every_layout(shape, cases):
 
 @pytest.mark.ranks
 def test_parameters_that_are_gathered_at_each_use():
-    found = run_ranks(run_layout, 2, MeshShape(cp=2), {"trainable": small(REGATHERED["trainable"], 1)})
+    found = run_ranks(run_layout, 2, JobLayout.grid(cp=2), {"trainable": small(REGATHERED["trainable"], 1)})
     check(found, TOLERANCE)
     check_equal(found)
 
 
 @pytest.mark.ranks
 def test_bfloat16():
-    check_equal(run_ranks(run_layout, 2, MeshShape(dp_shard=2), {"bfloat16": small(BF16["bfloat16"], 1)}))
+    check_equal(run_ranks(run_layout, 2, JobLayout.grid(dp_shard=2), {"bfloat16": small(BF16["bfloat16"], 1)}))
 
 
 def offloaded_bytes(rank, shape):
@@ -142,7 +142,13 @@ def offloaded_bytes(rank, shape):
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "shape",
-    [MeshShape(), MeshShape(dp_shard=2), MeshShape(tp=2), MeshShape(cp=2), MeshShape(dp_shard=2, tp=2)],
+    [
+        JobLayout.grid(),
+        JobLayout.grid(dp_shard=2),
+        JobLayout.grid(tp=2),
+        JobLayout.grid(cp=2),
+        JobLayout.grid(dp_shard=2, tp=2),
+    ],
     ids=identify,
 )
 def test_parameters_never_leave(shape):
@@ -167,7 +173,7 @@ class Rank:
         model = model_config(None)
         spec = model_spec(model)
         self.parts = partition(spec, 1, {"language": 1}, reference_sizes(spec, TRAINING.seq_len))
-        self.mesh = build_mesh(MeshShape(), torch.device("cpu"))
+        self.mesh = build_mesh(JobLayout.grid(), torch.device("cpu"))
         self.local = build_local_model(model, spec, self.parts, self.mesh, TRAINING, seed=5)
         planner = IterationPlanner(Job(
             spec=spec, partition=self.parts, section=PLANNER, costs=FlopsCosts.of(PLANNER), schedule=CATALOGUE["1F1B"],

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from mmtrain.config.topology import MeshShape
+from mmtrain.config.topology import JobLayout
 from mmtrain.costs.cost_model import FlopsCosts
 from mmtrain.modality.submesh import Submesh
 from mmtrain.modality.typical import reference_sizes
@@ -55,10 +55,10 @@ def gradients(rank, shape):
 @pytest.mark.parametrize(
     "shape",
     [
-        MeshShape(),
-        MeshShape(pp=2, dp_shard=2),
-        MeshShape(cp=2, tp=2),
-        *(pytest.param(MeshShape(**{axis: 2}), marks=pytest.mark.nightly) for axis in ("pp", "cp", "tp")),
+        JobLayout.grid(),
+        JobLayout.grid(pp=2, dp_shard=2),
+        JobLayout.grid(cp=2, tp=2),
+        *(pytest.param(JobLayout.grid(**{axis: 2}), marks=pytest.mark.nightly) for axis in ("pp", "cp", "tp")),
     ],
     ids=str,
 )

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from mmtrain.config.topology import AXES, MeshShape
+from mmtrain.config.topology import JobLayout
 from tests.models.dits import t2v
 from tests.parallel.parity import (
     NO_IMAGE,
@@ -27,14 +27,14 @@ TOLERANCE = 3e-5
 
 ALL_RUNS = (("1F1B", 0), ("1F1B", 1), ("interleave", 0), ("interleave", 1))
 PIPELINES = [
-    MeshShape(),
-    MeshShape(pp=2),
-    MeshShape(pp=4),
-    MeshShape(dp_shard=2),
-    MeshShape(dp_replicate=2),
-    MeshShape(dp_replicate=2, dp_shard=2),
-    MeshShape(pp=2, dp_shard=2),
-    MeshShape(pp=2, dp_replicate=2),
+    JobLayout.grid(),
+    JobLayout.grid(pp=2),
+    JobLayout.grid(pp=4),
+    JobLayout.grid(dp_shard=2),
+    JobLayout.grid(dp_replicate=2),
+    JobLayout.grid(dp_replicate=2, dp_shard=2),
+    JobLayout.grid(pp=2, dp_shard=2),
+    JobLayout.grid(pp=2, dp_replicate=2),
 ]
 PIPELINE_CASES = {
     "trainable": Case(model=model_config(), runs=ALL_RUNS),
@@ -56,35 +56,36 @@ PIPELINE_CASES = {
     "text model": Case(model=model_config(None, "llama", tied=True), images=NO_IMAGE, runs=ALL_RUNS[::2]),
 }
 
+DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 GRID = [
-    MeshShape(**dict(zip(AXES, degrees, strict=True)))
+    JobLayout.grid(**dict(zip(DEGREES, degrees, strict=True)))
     for degrees in itertools.product((1, 2), repeat=5)
-    if 1 < MeshShape(**dict(zip(AXES, degrees, strict=True))).world_size <= 8
+    if 1 < JobLayout.grid(**dict(zip(DEGREES, degrees, strict=True))).world_size <= 8
 ]
 """All products of degrees 1 and 2 up to 8 ranks."""
 COVERING = [
-    MeshShape(cp=2),
-    MeshShape(tp=2),
-    MeshShape(cp=4),
-    MeshShape(tp=4),
-    MeshShape(pp=2, cp=2),
-    MeshShape(pp=2, tp=2),
-    MeshShape(cp=2, tp=2),
-    MeshShape(dp_shard=2, cp=2),
-    MeshShape(dp_shard=2, tp=2),
-    MeshShape(dp_replicate=2, cp=2),
-    MeshShape(dp_replicate=2, tp=2),
-    MeshShape(pp=2, cp=2, tp=2),
-    MeshShape(pp=2, dp_shard=2, tp=2),
-    MeshShape(pp=2, dp_shard=2, cp=2),
-    MeshShape(dp_shard=2, cp=2, tp=2),
-    MeshShape(dp_replicate=2, dp_shard=2, tp=2),
-    MeshShape(pp=4, tp=2),
+    JobLayout.grid(cp=2),
+    JobLayout.grid(tp=2),
+    JobLayout.grid(cp=4),
+    JobLayout.grid(tp=4),
+    JobLayout.grid(pp=2, cp=2),
+    JobLayout.grid(pp=2, tp=2),
+    JobLayout.grid(cp=2, tp=2),
+    JobLayout.grid(dp_shard=2, cp=2),
+    JobLayout.grid(dp_shard=2, tp=2),
+    JobLayout.grid(dp_replicate=2, cp=2),
+    JobLayout.grid(dp_replicate=2, tp=2),
+    JobLayout.grid(pp=2, cp=2, tp=2),
+    JobLayout.grid(pp=2, dp_shard=2, tp=2),
+    JobLayout.grid(pp=2, dp_shard=2, cp=2),
+    JobLayout.grid(dp_shard=2, cp=2, tp=2),
+    JobLayout.grid(dp_replicate=2, dp_shard=2, tp=2),
+    JobLayout.grid(pp=4, tp=2),
 ]
 """With `PIPELINES`: every axis alone, every pair of axes, and threes."""
 
 
-def submesh_cases(shape: MeshShape) -> dict[str, Case]:
+def submesh_cases(shape: JobLayout) -> dict[str, Case]:
     """Two encoders x two language models, frozen and not, with every way to divide a submesh."""
     key_heads = max(2, shape.tp)
     frozen_encoder = model_config("qwen2_vl_vision", "llama", frozen=("encoder",), key_heads=key_heads)
@@ -117,16 +118,16 @@ def submesh_cases(shape: MeshShape) -> dict[str, Case]:
     return possible(shape, cases if shape.pp > 2 else {name: shallow(case) for name, case in cases.items()})
 
 
-def possible(shape: MeshShape, cases: dict[str, Case]) -> dict[str, Case]:
+def possible(shape: JobLayout, cases: dict[str, Case]) -> dict[str, Case]:
     """The cases that a layout can run: context parallelism does not divide the works of a text-to-video model."""
     return {name: case for name, case in cases.items() if shape.cp == 1 or not case.model.reads_clips}
 
 
 PLANES = {shape: submesh_cases(shape) for shape in COVERING}
 FOURS = {
-    MeshShape(cp=4): ("qwen vision, qwen2, tied", "qwen2.5 vision, llama, native merger, patches"),
-    MeshShape(tp=4): ("text to video", "siglip, qwen2, images over tp"),
-    MeshShape(pp=4, tp=2): ("qwen vision, llama, frozen encoder",),
+    JobLayout.grid(cp=4): ("qwen vision, qwen2, tied", "qwen2.5 vision, llama, native merger, patches"),
+    JobLayout.grid(tp=4): ("text to video", "siglip, qwen2, images over tp"),
+    JobLayout.grid(pp=4, tp=2): ("qwen vision, llama, frozen encoder",),
 }
 """Daily, degrees of 4 need not meet every case: degrees of 2 do."""
 PAIRS = {shape: cases for shape, cases in PLANES.items() if shape not in FOURS}
@@ -141,7 +142,7 @@ def test_pairs_of_degrees_cases_and_runs(shape, cases):
 
 
 def test_the_daily_layouts_have_every_pair_of_axes():
-    for pair in itertools.combinations(AXES, 2):
+    for pair in itertools.combinations(DEGREES, 2):
         assert any(all(getattr(shape, axis) > 1 for axis in pair) for shape in DAILY), pair
 
 

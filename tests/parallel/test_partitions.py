@@ -4,7 +4,7 @@ import pytest
 
 from mmtrain.commands.cli import main
 from mmtrain.config import config
-from mmtrain.config.topology import MeshShape
+from mmtrain.config.topology import JobLayout
 from mmtrain.trainer import Trainer
 from tests.jobs import layout, metrics, train, write_config
 from tests.models.dits import t2v
@@ -83,16 +83,18 @@ PLANES = {
 
 
 def test_the_cases_have_every_place_where_modules_can_meet():
-    found = {(pp, cut(case, MeshShape(pp=pp)).tie_ranks) for case in CASES.values() for pp in (2, 4)}
+    found = {(pp, cut(case, JobLayout.grid(pp=pp)).tie_ranks) for case in CASES.values() for pp in (2, 4)}
     assert {(2, (0, 1)), (2, (1, 1)), (4, (0, 3)), (4, (1, 3)), (4, (2, 3))} <= found
-    parts = cut(CASES["tied in two chunks of the last rank"], MeshShape(pp=2))
+    parts = cut(CASES["tied in two chunks of the last rank"], JobLayout.grid(pp=2))
     language = parts.of_module("language")
     assert [stage.pp_rank for stage in language] == [1, 0, 1]
     assert not language[0].last
 
 
-TABLE = dict.fromkeys((MeshShape(pp=2), MeshShape(pp=4)), CASES)
-PLANE_TABLE = dict.fromkeys((MeshShape(pp=2, dp_shard=2), MeshShape(pp=2, tp=2), MeshShape(pp=2, cp=2)), PLANES)
+TABLE = dict.fromkeys((JobLayout.grid(pp=2), JobLayout.grid(pp=4)), CASES)
+PLANE_TABLE = dict.fromkeys(
+    (JobLayout.grid(pp=2, dp_shard=2), JobLayout.grid(pp=2, tp=2), JobLayout.grid(pp=2, cp=2)), PLANES
+)
 
 
 @layouts(selection(TABLE, short) | selection(PLANE_TABLE, short))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mmtrain.config.config import uses_fsdp
 from mmtrain.config.planner import PlannerConfig
-from mmtrain.config.topology import MeshShape
+from mmtrain.config.topology import JobLayout
 from mmtrain.costs.cost_model import FlopsCosts
 from mmtrain.errors import DataError, PlanError
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
@@ -49,7 +49,7 @@ def never() -> bool:
     return False
 
 
-def make_planner(shape: MeshShape, section: PlannerConfig = SECTION, schedule: str = "interleave") -> IterationPlanner:
+def make_planner(shape: JobLayout, section: PlannerConfig = SECTION, schedule: str = "interleave") -> IterationPlanner:
     spec = model_spec(model_config())
     parts = partition(spec, shape.pp, {"vision": 1, "language": 1}, reference_sizes(spec, TRAINING.seq_len))
     return IterationPlanner(Job(
@@ -75,8 +75,8 @@ def first_hashes(planner: IterationPlanner, batches: Sequence[IterationMeta]) ->
 
 def run_faults(rank, fault):
     """Steps 1 to 5, the second of them with a fault: (statuses, which plans are first plans, all hashes, seconds)."""
-    mesh = build_mesh(MeshShape(pp=2), CPU)
-    planner, batches = make_planner(mesh.shape), metas(5)
+    mesh = build_mesh(JobLayout.grid(pp=2), CPU)
+    planner, batches = make_planner(mesh.layout), metas(5)
     ahead = PlanAhead(planner, mesh, seed=SEED, search=Faulty(SEED, {2: fault}))
     patience = 0.7 if fault in ("late", "stubborn") else 30.0
     pending = [ahead.submit(1, batches[0])]
@@ -140,12 +140,12 @@ def all_forwards_first(problem, options, *, cancelled):
 
 def run_over_the_limit(rank):
     """Statuses of a plan that holds more than each rank may, without and with the limit."""
-    mesh = build_mesh(MeshShape(pp=2), CPU)
+    mesh = build_mesh(JobLayout.grid(pp=2), CPU)
     meta = make_batch(model_config(), [[1]] * 6, seed=1)[1]
     found = []
     gib = 0.0
     for _ in range(2):
-        planner = make_planner(mesh.shape, dataclasses.replace(SECTION, activation_memory_gib=gib))
+        planner = make_planner(mesh.layout, dataclasses.replace(SECTION, activation_memory_gib=gib))
         ahead = PlanAhead(planner, mesh, seed=SEED, search=all_forwards_first)
         planned = ahead.take(ahead.submit(1, meta))
         ahead.close()
@@ -164,13 +164,13 @@ def test_a_plan_over_the_memory_limit_does_not_run():
 
 def run_errors(rank):
     """What is raised on this rank by a batch that is wrong, and by one that fits nowhere; then all goes on."""
-    mesh = build_mesh(MeshShape(pp=2), CPU)
+    mesh = build_mesh(JobLayout.grid(pp=2), CPU)
     good = metas(1)[0]
     empty = IterationMeta(microbatches=(MicrobatchMeta(documents=()),))
     found = []
     tight = dataclasses.replace(SECTION, activation_memory_gib=1e-9)
     for section, meta, error in ((SECTION, empty, DataError), (tight, good, PlanError)):
-        ahead = PlanAhead(make_planner(mesh.shape, section), mesh, seed=SEED, search=random_search)
+        ahead = PlanAhead(make_planner(mesh.layout, section), mesh, seed=SEED, search=random_search)
         with pytest.raises(error) as caught:
             ahead.take(ahead.submit(1, meta))
         found.append(str(caught.value))
@@ -194,8 +194,8 @@ def run_out_of_step(rank):
 
     warned = []
     planning.logger.warning = lambda text, *args: warned.append(text % args)
-    mesh = build_mesh(MeshShape(pp=2), CPU)
-    planner, batches = make_planner(mesh.shape), metas(3)
+    mesh = build_mesh(JobLayout.grid(pp=2), CPU)
+    planner, batches = make_planner(mesh.layout), metas(3)
     ahead = PlanAhead(planner, mesh, seed=SEED, search=random_search)
     found = [ahead.take(ahead.submit(1 + 6 * rank, batches[0]), None)]
     found += [ahead.take(ahead.submit(step, batches[step - 1])) for step in (2, 3)]
@@ -232,9 +232,9 @@ class Noted:
 
 
 def run_distributed(rank, broken):
-    mesh = build_mesh(MeshShape(pp=4), CPU)
+    mesh = build_mesh(JobLayout.grid(pp=4), CPU)
     section = dataclasses.replace(SECTION, distributed=True, budget_evaluations=10)
-    planner, batches = make_planner(mesh.shape, section), metas(3)
+    planner, batches = make_planner(mesh.layout, section), metas(3)
     noted = Noted(search_seed(SEED, 2, broken))
     ahead = PlanAhead(planner, mesh, seed=SEED, search=noted)
     found = [ahead.take(ahead.submit(step, meta)) for step, meta in enumerate(batches, 1)]
@@ -267,8 +267,8 @@ def test_the_best_of_all_ranks_plans_counts():
 
 def run_close(rank):
     """Seconds that it takes to leave while a search runs and another one waits."""
-    mesh = build_mesh(MeshShape(pp=2), CPU)
-    ahead = PlanAhead(make_planner(mesh.shape), mesh, seed=SEED, search=Faulty(SEED, {1: "late"}))
+    mesh = build_mesh(JobLayout.grid(pp=2), CPU)
+    ahead = PlanAhead(make_planner(mesh.layout), mesh, seed=SEED, search=Faulty(SEED, {1: "late"}))
     for step, meta in enumerate(metas(2), 1):
         ahead.submit(step, meta)
     time.sleep(0.2)
@@ -288,11 +288,11 @@ def test_a_job_leaves_while_a_search_runs():
 
 def run_threads(rank):
     """Hashes of the plans of the search itself, by 1 and by 3 threads."""
-    mesh = build_mesh(MeshShape(pp=2), CPU)
+    mesh = build_mesh(JobLayout.grid(pp=2), CPU)
     found = []
     for threads in (1, 3):
         section = dataclasses.replace(SECTION, threads=threads)
-        ahead = PlanAhead(make_planner(mesh.shape, section), mesh, seed=SEED, search=search)
+        ahead = PlanAhead(make_planner(mesh.layout, section), mesh, seed=SEED, search=search)
         found.append([ahead.take(ahead.submit(step, meta)).plan.program.hash for step, meta in enumerate(metas(4), 1)])
         ahead.close()
     return found
@@ -359,7 +359,7 @@ def drawn_cases(count: int):
     return cases
 
 
-SHAPES = [MeshShape(pp=2), MeshShape(pp=4), MeshShape(pp=2, dp_shard=2)]
+SHAPES = [JobLayout.grid(pp=2), JobLayout.grid(pp=4), JobLayout.grid(pp=2, dp_shard=2)]
 
 
 @pytest.mark.ranks

@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 
 from mmtrain.config.sections import ActivationCheckpointConfig
-from mmtrain.config.topology import MeshShape
+from mmtrain.config.topology import JobLayout
 from mmtrain.models.reference import ReferenceModel
 from mmtrain.models.spectrogram import spectrogram_of
 from mmtrain.spec.builders import model_spec
@@ -86,23 +86,23 @@ CASES = {
     "sound on one": whole(images=[SOUNDS[0], [[0], [0], [0, 0], [0]]]),
 }
 LAYOUTS = [
-    MeshShape(),
-    MeshShape(pp=2),
-    MeshShape(pp=2, tp=2),
-    MeshShape(pp=2, cp=2),
-    MeshShape(pp=2, dp_shard=2),
-    MeshShape(cp=2, tp=2),
-    MeshShape(pp=4),
-    MeshShape(pp=2, cp=2, tp=2),
+    JobLayout.grid(),
+    JobLayout.grid(pp=2),
+    JobLayout.grid(pp=2, tp=2),
+    JobLayout.grid(pp=2, cp=2),
+    JobLayout.grid(pp=2, dp_shard=2),
+    JobLayout.grid(cp=2, tp=2),
+    JobLayout.grid(pp=4),
+    JobLayout.grid(pp=2, cp=2, tp=2),
 ]
 DAILY = {
-    MeshShape(pp=2, cp=2): {
+    JobLayout.grid(pp=2, cp=2): {
         "sounds over cp": short(whole(blocks=2), 2),
         "rows over cp": short(whole(blocks=2, share_patches=True), 2),
         "whisper, rows over cp": short(whisper(share_patches=True), 2),
     },
-    MeshShape(pp=2, tp=2): {"whole": short(whole(blocks=2), 2), "adapters": short(adapted(whole(blocks=2)), 2)},
-    MeshShape(pp=2, dp_shard=2): {"frozen tower": short(whole(blocks=2, frozen=("audio",)), 2)},
+    JobLayout.grid(pp=2, tp=2): {"whole": short(whole(blocks=2), 2), "adapters": short(adapted(whole(blocks=2)), 2)},
+    JobLayout.grid(pp=2, dp_shard=2): {"frozen tower": short(whole(blocks=2, frozen=("audio",)), 2)},
 }
 
 

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from mmtrain.config.topology import MeshShape
+from mmtrain.config.topology import JobLayout
 from mmtrain.costs.cost_model import FlopsCosts
 from mmtrain.errors import DataError, PlanError
 from mmtrain.modality.typical import reference_sizes
@@ -32,7 +32,7 @@ class Rank:
     """A model on one rank of a pipeline, ready to run batches."""
 
     def __init__(self, pp, model=None, schedule="interleave", size=1):
-        self.mesh = build_mesh(MeshShape(pp=pp), torch.device("cpu"))
+        self.mesh = build_mesh(JobLayout.grid(pp=pp), torch.device("cpu"))
         self.model = model or model_config()
         self.spec = model_spec(self.model)
         self.parts = partition(
@@ -188,7 +188,7 @@ def test_a_shape_is_checked_before_it_is_sent():
 
 
 def different_hashes(rank):
-    mesh = build_mesh(MeshShape(pp=2), torch.device("cpu"))
+    mesh = build_mesh(JobLayout.grid(pp=2), torch.device("cpu"))
     check_same_program(5, mesh)
     with pytest.raises(PlanError) as error:
         check_same_program(5 + rank, mesh)

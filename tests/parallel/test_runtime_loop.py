@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mmtrain.config.topology import MeshShape
+from mmtrain.config.topology import JobLayout
 from mmtrain.errors import PlanError
 from mmtrain.models.loss import LossOutput
 from mmtrain.parallel.mesh import Channels, build_mesh
@@ -57,7 +57,7 @@ class Job:
     def __init__(self, *, sharded: bool = False) -> None:
         problem = plain_chain(1, NUM_WORKS, CATALOGUE["Interleaved1F1B"])
         self.program = lower(make_plan(problem, "Interleaved1F1B").plan, problem, sharded=sharded)
-        mesh = build_mesh(MeshShape(), torch.device("cpu"))
+        mesh = build_mesh(JobLayout.grid(), torch.device("cpu"))
         layers = [Layer(index == NUM_STAGES - 1) for index in range(NUM_STAGES)]
         for layer in layers if sharded else ():
             prepare_fsdp(fully_shard(layer, mesh=mesh.fsdp()))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmtrain.config.topology import MeshShape
+from mmtrain.config.topology import JobLayout
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from tests.parallel.parity import MIXED, Case, check, layouts, run_layout, selection, thin
 from tests.parallel.test_parity import TOLERANCE
@@ -38,9 +38,9 @@ CASES = {
 
 
 TABLE = {
-    MeshShape(pp=2): CASES,
-    MeshShape(pp=4): {name: CASES[name] for name in ("one chunk", "two chunks", "v", "one v")},
-    MeshShape(pp=2, dp_shard=2): {"v": CASES["v"]},
+    JobLayout.grid(pp=2): CASES,
+    JobLayout.grid(pp=4): {name: CASES[name] for name in ("one chunk", "two chunks", "v", "one v")},
+    JobLayout.grid(pp=2, dp_shard=2): {"v": CASES["v"]},
 }
 
 

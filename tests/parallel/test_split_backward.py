@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from mmtrain.config.sections import ActivationCheckpointConfig
-from mmtrain.config.topology import MeshShape
+from mmtrain.config.topology import JobLayout
 from mmtrain.costs.cost_model import FlopsCosts
 from mmtrain.errors import PlanError
 from mmtrain.modality.bitfield import language_bits
@@ -124,14 +124,14 @@ def check_equal(ranks):
             assert errors.unequal == (), (case, rank)
 
 
-PIPELINES = dict.fromkeys((MeshShape(pp=2), MeshShape(pp=4), MeshShape(pp=2, dp_shard=2)), CASES | SOME)
+PIPELINES = dict.fromkeys((JobLayout.grid(pp=2), JobLayout.grid(pp=4), JobLayout.grid(pp=2, dp_shard=2)), CASES | SOME)
 DAILY = {  # each case on two ranks, and each pair of layout and run
     shape: cases if shape.world_size == 2 else {name: cases[name] for name in ("tied", "frozen encoder")}
     for shape, cases in PIPELINES.items()
 }
-DAILY |= {MeshShape(pp=2, tp=2): {name: PLANE[name] for name in ("tied", "adapters")}}
-DAILY |= {MeshShape(pp=2, cp=2): {name: PLANE[name] for name in ("frozen encoder", "native merger, recomputed")}}
-PLANES = dict.fromkeys((MeshShape(pp=2, tp=2), MeshShape(pp=2, cp=2)), PLANE)
+DAILY |= {JobLayout.grid(pp=2, tp=2): {name: PLANE[name] for name in ("tied", "adapters")}}
+DAILY |= {JobLayout.grid(pp=2, cp=2): {name: PLANE[name] for name in ("frozen encoder", "native merger, recomputed")}}
+PLANES = dict.fromkeys((JobLayout.grid(pp=2, tp=2), JobLayout.grid(pp=2, cp=2)), PLANE)
 
 
 @pytest.mark.ranks
@@ -149,7 +149,9 @@ def test_every_layout(shape, cases):
 
 @pytest.mark.ranks
 def test_parameters_that_are_gathered_at_each_use():
-    check_split(run_ranks(run_layout, 2, MeshShape(cp=2), {name: small(case, 1) for name, case in REGATHERED.items()}))
+    check_split(
+        run_ranks(run_layout, 2, JobLayout.grid(cp=2), {name: small(case, 1) for name, case in REGATHERED.items()})
+    )
 
 
 @pytest.mark.ranks
@@ -159,14 +161,14 @@ def test_bfloat16_gradients_are_added_up_in_float32_as_those_of_whole_backwards(
         "offload": split(model_config(), training=dataclasses.replace(BF16, enable_cpu_offload=True)),
     }
     cases = {name: small(case, 2) for name, case in cases.items()}
-    check_equal(run_ranks(run_layout, 2, MeshShape(pp=2), cases))
-    check_equal(run_ranks(run_layout, 2, MeshShape(dp_shard=2), {"offload": cases["offload"]}))
+    check_equal(run_ranks(run_layout, 2, JobLayout.grid(pp=2), cases))
+    check_equal(run_ranks(run_layout, 2, JobLayout.grid(dp_shard=2), {"offload": cases["offload"]}))
 
 
 @pytest.mark.ranks
 def test_a_matrix_tied_in_one_chunk_gets_both_gradients():
     """The embedding's comes in I and the head's in W, so that sums over works have another order."""
-    found = run_ranks(run_layout, 1, MeshShape(), {"tied": CASES["tied"]})
+    found = run_ranks(run_layout, 1, JobLayout.grid(), {"tied": CASES["tied"]})
     check(found, TOLERANCE)
     assert {errors.unequal for errors in found[0].values()} <= {(), ("0: language.model.embed_tokens.weight",)}
 
@@ -334,7 +336,7 @@ def wrong_programs(rank):
     model = model_config(None)
     spec = model_spec(model)
     parts = partition(spec, 1, {"language": 1}, reference_sizes(spec, TRAINING.seq_len))
-    mesh = build_mesh(MeshShape(), torch.device("cpu"))
+    mesh = build_mesh(JobLayout.grid(), torch.device("cpu"))
     local = build_local_model(model, spec, parts, mesh, TRAINING, seed=5)
     planner = IterationPlanner(
         Job(

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 from mmtrain.config.sections import ActivationCheckpointConfig
-from mmtrain.config.topology import MeshShape
+from mmtrain.config.topology import JobLayout
 from mmtrain.errors import ConfigError, DataError
 from mmtrain.modality.bitfield import prompt_bits
 from mmtrain.models.attention.context import attention_context
@@ -326,7 +326,7 @@ def under_fsdp(mesh, dtype):
 
 
 def on_four_ranks(rank):
-    mesh = build_mesh(MeshShape(dp_shard=2, tp=2), torch.device("cpu"))
+    mesh = build_mesh(JobLayout.grid(dp_shard=2, tp=2), torch.device("cpu"))
     sharded = {dtype: under_fsdp(mesh, dtype) for dtype in ("float32", "bfloat16")}
     return sharded, case(tp_mesh(), HALVES, FOUR_HEADS, None, UNEVEN)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmtrain.config.sections import OptimizerConfig
-from mmtrain.config.topology import MeshShape
+from mmtrain.config.topology import JobLayout
 from mmtrain.parallel.fsdp import apply_fsdp
 from mmtrain.parallel.grads import total_norm
 from mmtrain.parallel.mesh import build_mesh
@@ -46,7 +46,7 @@ def total(chunks, module, name, tp=1, tp_rank=0, dtype=torch.float32):
 
 
 def two_by_two(rank, module, name, dtype, implementation):
-    mesh = build_mesh(MeshShape(dp_shard=2, tp=2), torch.device("cpu"))
+    mesh = build_mesh(JobLayout.grid(dp_shard=2, tp=2), torch.device("cpu"))
     training = dataclasses.replace(TRAINING, mixed_precision_param=dtype)
     model = model_config(None, name, tie_word_embeddings=True) if module == "language" else model_config(name)
     reference, chunks = build(model, module), build(model, module, (), mesh.tp)

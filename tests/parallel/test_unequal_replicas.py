@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mmtrain.config import config
-from mmtrain.config.topology import MeshShape
+from mmtrain.config.topology import JobLayout
 from mmtrain.data.noise import noise_batch
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.models.batch import Batch
@@ -31,7 +31,9 @@ CASES = {
 }
 
 
-@layouts(dict.fromkeys((MeshShape(dp_shard=2), MeshShape(dp_replicate=2), MeshShape(pp=2, dp_shard=2)), CASES))
+@layouts(
+    dict.fromkeys((JobLayout.grid(dp_shard=2), JobLayout.grid(dp_replicate=2), JobLayout.grid(pp=2, dp_shard=2)), CASES)
+)
 def test_loss_and_gradients(shape, cases):
     check(run_ranks(run_layout, shape.world_size, shape, cases), TOLERANCE)
 
@@ -50,7 +52,7 @@ class Fed(Trainer):
     def _take_up(self) -> None:
         super()._take_up()
         mesh = self.mesh
-        several = mesh.shape.dp > 1
+        several = mesh.layout.dp > 1
         chosen = OF_REPLICAS[mesh.dp_rank] if several else range(len(SHAPES))
         batches = [batch_of(self.config, step, chosen, deferral=several) for step in range(STEPS)]
         self.items = iter([self.placement.data.item(*batch) for batch in batches])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmtrain.config.topology import MeshShape
+from mmtrain.config.topology import JobLayout
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from tests.models.dits import t2v
 from tests.parallel.parity import Case, check, cut, identify, layouts, run_layout, selection, short
@@ -35,10 +35,10 @@ DIVIDED = {
 
 
 TABLE = {
-    MeshShape(): FEW,
-    MeshShape(pp=2): CASES,
-    MeshShape(pp=4): CASES,
-    MeshShape(pp=2, dp_shard=2): FEW,
+    JobLayout.grid(): FEW,
+    JobLayout.grid(pp=2): CASES,
+    JobLayout.grid(pp=4): CASES,
+    JobLayout.grid(pp=2, dp_shard=2): FEW,
 }
 
 
@@ -53,7 +53,7 @@ def test_every_layout(shape, cases):
     check(run_ranks(run_layout, shape.world_size, shape, cases, timeout=900), TOLERANCE)
 
 
-@pytest.mark.parametrize("shape", [MeshShape(pp=2, tp=2)], ids=identify)
+@pytest.mark.parametrize("shape", [JobLayout.grid(pp=2, tp=2)], ids=identify)
 def test_tensor_parallel_ranks_each_encode_everything(shape):
     check(run_ranks(run_layout, shape.world_size, shape, {n: short(c, 1) for n, c in DIVIDED.items()}), TOLERANCE)
 
@@ -67,7 +67,7 @@ def test_every_named_schedule():
         "loop": Case(model=t2v(vae="kl", segments=(2, 2)), runs=loop),
         "v": Case(model=t2v(vae="kl"), runs=down_and_up, placement="v"),
     }
-    shape = MeshShape(pp=2)
+    shape = JobLayout.grid(pp=2)
     for case in cases.values():
         vae, *others = cut(case, shape).stages
         assert (vae.module, vae.pp_rank) == ("vae", 0)
@@ -77,7 +77,7 @@ def test_every_named_schedule():
 
 @pytest.mark.parametrize("pp", [2, 4])
 def test_mixed_partitions_send_latents_and_captions_to_other_ranks(pp):
-    parts = cut(CASES["mixed, frozen text encoder"], MeshShape(pp=pp))
+    parts = cut(CASES["mixed, frozen text encoder"], JobLayout.grid(pp=pp))
     assert [stage.pp_rank for stage in parts.of_module("vae")] == [0]
     assert parts.of_module("dit")[0].pp_rank > 0
     assert parts.tie_ranks[0] == 1

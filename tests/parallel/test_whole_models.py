@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 
 from mmtrain.config.model import LanguageConfig
-from mmtrain.config.topology import MeshShape
+from mmtrain.config.topology import JobLayout
 from mmtrain.models.reference import ReferenceModel
 from mmtrain.spec.builders import model_spec
 from tests.lora import with_lora
@@ -81,18 +81,18 @@ CASES = {
     "qwen2_5_vl, videos, patches over cp": whole("qwen2_5_vl", images=VIDEOS, share_patches=True),
 }
 LAYOUTS = [
-    MeshShape(pp=2),
-    MeshShape(pp=2, tp=2),
-    MeshShape(pp=2, cp=2),
-    MeshShape(pp=2, dp_shard=2),
-    MeshShape(pp=2, cp=2, tp=2),
+    JobLayout.grid(pp=2),
+    JobLayout.grid(pp=2, tp=2),
+    JobLayout.grid(pp=2, cp=2),
+    JobLayout.grid(pp=2, dp_shard=2),
+    JobLayout.grid(pp=2, cp=2, tp=2),
 ]
 DAILY = {
-    MeshShape(pp=2, cp=2): {
+    JobLayout.grid(pp=2, cp=2): {
         "qwen2_vl": whole("qwen2_vl", blocks=2),
         "qwen2_5_vl, videos, patches": whole("qwen2_5_vl", blocks=2, images=VIDEOS, share_patches=True),
     },
-    MeshShape(pp=2, tp=2): {
+    JobLayout.grid(pp=2, tp=2): {
         "qwen2_5_vl": whole("qwen2_5_vl", blocks=2),
         "qwen2_5_vl, videos": whole("qwen2_5_vl", blocks=2, images=VIDEOS, runs=(("interleave", 1),)),
     },

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mmtrain.config.topology import MeshShape
+from mmtrain.config.topology import JobLayout
 from mmtrain.models.build import build_chunk
 from mmtrain.models.initialise import init_weights
 from mmtrain.parallel.mesh import build_mesh
@@ -48,9 +48,9 @@ def run_whole_rows(rank, shape, cases):
     for name, case in cases.items():
         case = WholeRows(**vars(case))
         submesh, parts = case.submesh(shape), cut(case, shape)
-        key = submesh.data_encoder, parts.tie_ranks
+        key = submesh.data_encoder
         if key not in meshes:
-            meshes[key] = build_mesh(shape, torch.device("cpu"), data_encoder=key[0], whole_rows=True, tie_ranks=key[1])
+            meshes[key] = build_mesh(shape, torch.device("cpu"), data_encoder=key, whole_rows=True)
         for run, errors in run_case(meshes[key], case, submesh, parts).items():
             found[name, *run] = errors
     return found
@@ -74,19 +74,19 @@ def every_family(shape):
 
 
 SHAPES = [
-    MeshShape(tp=2),
-    MeshShape(tp=4),
-    MeshShape(pp=2, tp=2),
-    MeshShape(cp=2, tp=2),
-    MeshShape(dp_shard=2, tp=2),
-    MeshShape(pp=2, cp=2, tp=2),
+    JobLayout.grid(tp=2),
+    JobLayout.grid(tp=4),
+    JobLayout.grid(pp=2, tp=2),
+    JobLayout.grid(cp=2, tp=2),
+    JobLayout.grid(dp_shard=2, tp=2),
+    JobLayout.grid(pp=2, cp=2, tp=2),
 ]
 
 
 @pytest.mark.ranks
 def test_a_pipeline_equals_one_process():
     cases = {name: small(dataclasses.replace(case, braids=1), 2) for name, case in DAILY.items()}
-    ranks = run_ranks(run_whole_rows, 4, MeshShape(pp=2, tp=2), cases)
+    ranks = run_ranks(run_whole_rows, 4, JobLayout.grid(pp=2, tp=2), cases)
     check(ranks, TOLERANCE)
     assert not [errors.unequal for found in ranks for errors in found.values() if errors.unequal], "blocks change it"
 
@@ -100,7 +100,7 @@ def test_every_family_equals_one_process(shape):
 
 @pytest.mark.nightly
 @pytest.mark.ranks
-@pytest.mark.parametrize("shape", [MeshShape(pp=2, tp=2), MeshShape(pp=2, cp=2, tp=2)], ids=identify)
+@pytest.mark.parametrize("shape", [JobLayout.grid(pp=2, tp=2), JobLayout.grid(pp=2, cp=2, tp=2)], ids=identify)
 def test_activations_that_travel_adapters_and_split_backwards(shape):
     check(run_ranks(run_whole_rows, shape.world_size, shape, test_deepstack.CASES, timeout=900), TOLERANCE)
 

@@ -9,7 +9,7 @@ import pytest
 from mmtrain.commands.cli import main
 from mmtrain.commands.sample_files import drawn_costs
 from mmtrain.config import config
-from mmtrain.config.topology import MeshShape
+from mmtrain.config.topology import JobLayout
 from mmtrain.costs.machine import Machine
 from mmtrain.errors import ConfigError
 from mmtrain.simulator.allocation.allocate import allocate, described
@@ -50,7 +50,7 @@ def test_all_gpus_are_used_and_the_fastest_comes_first(job, answer):
 def test_a_step_waits_for_the_slowest_of_all_replicas(job, costs):
     """With one microbatch a replica and no pipeline, no step is shorter than its slowest microbatch alone."""
     ranked = allocate(job, costs, 8, finalists=12).ranked
-    (whole,) = [one for one in ranked if one.estimate.mesh == MeshShape(dp_shard=8)]
+    (whole,) = [one for one in ranked if one.estimate.mesh == JobLayout.grid(dp_shard=8)]
     alone = whole.estimate.candidate.job(job)
     machine = Machine.of(alone)
     simulator = IterationSimulator.of(alone, machine.network)
@@ -80,7 +80,7 @@ def test_what_it_prints_can_be_planned(job, answer, tmp_path):
         path = tmp_path / "job.toml"
         path.write_text(f'extends = "{config.find_file("debug_vlm.toml").resolve()}"\n{text}')
         loaded = config.load(path, ON_A40)
-        assert loaded.parallelism.mesh_shape.world_size == 8
+        assert loaded.parallelism.layout.world_size == 8
         if one.judged.seconds:
             made = make_job(loaded)
             for name, ranks in zip(job.model.cut_modules, one.estimate.ranks, strict=False):

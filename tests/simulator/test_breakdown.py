@@ -62,7 +62,7 @@ def test_parts_add_up_to_all_rank_seconds(schedule: str, mode: str, degree: str,
         assert breakdown[Part.REDUCTIONS] == pytest.approx((step.gather_s + step.reduce_s) / step.iteration_s)
         assert breakdown[Part.OPTIMIZER] == pytest.approx(step.optimizer_s / step.iteration_s)
     if made.machine.peak_flops:
-        shape = made.question.config.parallelism.mesh_shape
+        shape = made.question.config.parallelism.layout
         mfu = found.mfu(shape.world_size // shape.dp, made.machine.peak_flops)
         assert found.breakdown[Part.MODEL_FLOPS] == pytest.approx(mfu)
 

@@ -190,7 +190,7 @@ def test_degrees_are_lowered_only_where_there_would_be_too_many_processes() -> N
     small = shrink(job(parallelism=many))
     assert small.config.parallelism.data_parallel_shard_degree == 2
     assert small.config.parallelism.tensor_parallel_degree == 2
-    assert small.config.parallelism.mesh_shape.world_size == MOST_RANKS
+    assert small.config.parallelism.layout.world_size == MOST_RANKS
     assert [note.split(":")[0] for note in small.notes] == [
         "parallelism.data_parallel_shard_degree 8 -> 2", "parallelism.tensor_parallel_degree 4 -> 2",
     ]  # fmt: skip

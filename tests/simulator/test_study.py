@@ -243,7 +243,7 @@ def test_the_command_in_each_papers_config_works(name, capsys):
     program, *words = text.splitlines()[0].removeprefix("# ").split()
     assert program == "mmtrain"
     words[words.index("--iterations") + 1] = "1"
-    dp = config.load(f"{name}.toml").parallelism.mesh_shape.dp
+    dp = config.load(f"{name}.toml").parallelism.layout.dp
     words += [f"--training.global_batch_size={max(2, dp)}"]
     assert main(words) == 0
     out = capsys.readouterr().out

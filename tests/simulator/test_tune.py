@@ -7,7 +7,7 @@ import pytest
 
 from mmtrain.commands.cli import main
 from mmtrain.config import config
-from mmtrain.config.topology import MeshShape
+from mmtrain.config.topology import JobLayout
 from mmtrain.errors import ConfigError
 from mmtrain.simulator.allocation.candidate import Candidate
 from mmtrain.simulator.allocation.degrees import values_of
@@ -34,7 +34,7 @@ def tuner(job, num_gpus, **changes):
 def all_of(space):
     """Every candidate of a space: all degrees with the values of all axes, at most one of each axis."""
     for first in space.first():
-        degrees = first.job(space.config).parallelism.mesh_shape if runs(first, space.config) else None
+        degrees = first.job(space.config).parallelism.layout if runs(first, space.config) else None
         if degrees is None:
             continue
         choices = {axis: [{}] for axis in AXES}
@@ -95,7 +95,7 @@ def test_values_of_the_command_line_stay():
     keys = ("parallelism.tensor_parallel_degree", "activation_checkpoint.mode", "model.encoder.num_segments")
     space = Space(config=job, num_gpus=16, fixed=frozenset(keys))
     made = [one.job(job) for one in all_of(space) if runs(one, job)]
-    assert len({one.parallelism.mesh_shape for one in made}) > 5
+    assert len({one.parallelism.layout for one in made}) > 5
     for one in made:
         assert one.parallelism.tensor_parallel_degree == 2
         assert one.activation_checkpoint.mode == "full" and one.model.encoder.num_segments == 2
@@ -107,7 +107,7 @@ def test_a_given_number_of_replicas_stays():
     job = config.load("debug_text.toml", [*ON_H100, f"{key}=2"])
     for replicate in (False, True):
         space = Space(config=job, num_gpus=8, fixed=frozenset({key}), replicate=replicate)
-        found = [one.job(job).parallelism.mesh_shape for one in space.first()]
+        found = [one.job(job).parallelism.layout for one in space.first()]
         assert len(found) > 5 and {mesh.dp_replicate for mesh in found} == {2}
 
 
@@ -153,7 +153,7 @@ def test_a_part_of_a_step_stands_for_the_whole():
     job = config.load("debug_qwen2_vl.toml", [*ON_H100, "training.global_batch_size=32"])
     judge = tuner(job, 2).judge
     of = Space(config=job, num_gpus=4)
-    for degrees in (MeshShape(pp=2, dp_shard=2), MeshShape(dp_shard=4), MeshShape(pp=2, tp=2)):
+    for degrees in (JobLayout.grid(pp=2, dp_shard=2), JobLayout.grid(dp_shard=4), JobLayout.grid(pp=2, tp=2)):
         candidate = of.settled(values_of(degrees))
         whole = judge.judge(candidate, Effort(evaluations=0))
         part = judge.judge(candidate, Effort(evaluations=0, num_microbatches=16))

@@ -82,7 +82,7 @@ def calibrate(profile: Profile, config: Config, spec: ModelSpec, hardware: str) 
     Source: DIP, arXiv:2504.14145, section 6.1.
     """
     profiled = load_hardware(hardware)
-    costs = OperatorCosts.of(config, spec, Cluster.of(hardware, config.parallelism.mesh_shape.world_size))
+    costs = OperatorCosts.of(config, spec, Cluster.of(hardware, config.parallelism.layout.world_size))
     dtype_bytes = DTYPE_BYTES[config.training.mixed_precision_param]
     rows, seconds = [], []
     for module, index, layer in _layers(profile, spec):

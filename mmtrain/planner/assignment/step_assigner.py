@@ -51,7 +51,7 @@ class StepAssigner:
             section=config.assignment,
             planner=IterationPlanner(replace(job, section=section)),
             pricer=SamplePricer.of(config),
-            num_replicas=config.parallelism.mesh_shape.dp,
+            num_replicas=config.parallelism.layout.dp,
             seed=config.debug.seed,
         )
 

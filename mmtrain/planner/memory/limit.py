@@ -235,7 +235,7 @@ def _hardware_bytes(config: Config) -> float | None:
     """Memory of a device of `planner.hardware`; None: it is not set."""
     if not config.planner.hardware:
         return None
-    return Cluster.of(config.planner.hardware, config.parallelism.mesh_shape.world_size).hardware.memory_bytes
+    return Cluster.of(config.planner.hardware, config.parallelism.layout.world_size).hardware.memory_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

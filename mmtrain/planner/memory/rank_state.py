@@ -7,7 +7,7 @@ REDUCE at its end, and updates float32 shards (ZeRO-2 inside of a step, ZeRO-3 b
 from dataclasses import dataclass
 
 from mmtrain.config.config import Config, uses_fsdp
-from mmtrain.config.topology import Coordinates, MeshShape
+from mmtrain.config.topology import Coordinates, JobLayout
 from mmtrain.costs.machine import Network
 from mmtrain.costs.operators.graph import OpKind
 from mmtrain.planner.partition.partition import Partition, StageSpec
@@ -66,7 +66,7 @@ class RankState:
 class Sharding:
     """The degrees and dtypes that decide how a job's ranks shard parameters."""
 
-    shape: MeshShape
+    shape: JobLayout
     enabled: bool
     """Whether FSDP2 shards at all."""
     units_shared: bool
@@ -85,7 +85,7 @@ class Sharding:
     @classmethod
     def of(cls, config: Config) -> "Sharding":
         """The sharding of a job."""
-        shape, training = config.parallelism.mesh_shape, config.training
+        shape, training = config.parallelism.layout, config.training
         return cls(
             shape=shape,
             enabled=uses_fsdp(shape, training, data_encoder=config.data_encoder),
@@ -154,16 +154,14 @@ class Sharding:
             return 0.0
         num_bytes = self.reduce_dtype_bytes * stage.num_trainable
         scatter = network.collective_s(OpKind.REDUCE_SCATTER, num_bytes, self._shard_ranks(pp_rank, stage.whole))
-        copies = [
-            self.shape.rank(Coordinates(pp=pp_rank, dp_replicate=r, dp_shard=0)) for r in range(self.shape.dp_replicate)
-        ]
+        copies = [self.shape.rank(Coordinates(pipeline=r, pp=pp_rank)) for r in range(self.shape.dp_replicate)]
         return scatter + network.collective_s(OpKind.ALL_REDUCE, num_bytes / stage.shards, copies)
 
     def _shard_ranks(self, pp_rank: int, is_whole: bool) -> list[int]:
         """The global ranks of one FSDP2 group."""
         shape = self.shape
         return [
-            shape.rank(Coordinates(pp=pp_rank, dp_replicate=0, dp_shard=d, cp=c, tp=t))
+            shape.rank(Coordinates(pp=pp_rank, dp_shard=d, cp=c, tp=t))
             for d in range(shape.dp_shard)
             for c in range(shape.cp)
             for t in range(shape.tp if is_whole else 1)

@@ -9,7 +9,7 @@ import numpy as np
 from mmtrain.config.assignment import AssignmentConfig
 from mmtrain.config.config import Config
 from mmtrain.config.model import section_of
-from mmtrain.config.topology import MeshShape
+from mmtrain.config.topology import JobLayout
 from mmtrain.costs.operators.cluster import Cluster
 from mmtrain.errors import ConfigError
 from mmtrain.modality.split import split_evenly
@@ -20,7 +20,7 @@ from mmtrain.simulator.job import check_degrees
 from mmtrain.spec.work_size import ZERO_WORK, WorkSize
 
 
-def values_of(mesh: MeshShape) -> dict[str, Any]:
+def values_of(mesh: JobLayout) -> dict[str, Any]:
     """Key of the config -> degree, of the meshes of jobs."""
     return {
         "parallelism.data_parallel_replicate_degree": mesh.dp_replicate,
@@ -31,7 +31,7 @@ def values_of(mesh: MeshShape) -> dict[str, Any]:
     }
 
 
-def meshes(config: Config, num_gpus: int, *, replicate: bool = False) -> Iterator[MeshShape]:
+def meshes(config: Config, num_gpus: int, *, replicate: bool = False) -> Iterator[JobLayout]:
     """All meshes of a number of GPUs, with the ranks of tp inside of a node, the least tp and cp first.
 
     Args: replicate: also several replicas of FSDP2's shards.
@@ -42,14 +42,14 @@ def meshes(config: Config, num_gpus: int, *, replicate: bool = False) -> Iterato
             for pp in divisors(num_gpus // (tp * cp)):
                 rest = num_gpus // (tp * cp * pp)
                 for replicas in divisors(rest) if replicate else [1]:
-                    yield MeshShape(pp=pp, dp_replicate=replicas, dp_shard=rest // replicas, cp=cp, tp=tp)
+                    yield JobLayout.grid(pp=pp, dp_replicate=replicas, dp_shard=rest // replicas, cp=cp, tp=tp)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
     """Degrees of parallelism, and the pipeline ranks of each module."""
 
-    mesh: MeshShape
+    mesh: JobLayout
     ranks: tuple[int, ...]
     """[module], of those that are cut; they add up to the degree of the pipeline. Empty: all ranks hold a part of each
     module."""
@@ -88,9 +88,9 @@ def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _priced(config: Config, costs: SampleCosts, mesh: MeshShape) -> Mapping[str, Sequence[float]] | None:
+def _priced(config: Config, costs: SampleCosts, mesh: JobLayout) -> Mapping[str, Sequence[float]] | None:
     """Module -> [layer] -> seconds of forward and backward of a mean microbatch; None: tp or cp do not fit."""
-    alone = replace(mesh, pp=1, dp_shard=mesh.pp * mesh.dp_shard)
+    alone = replace(mesh, depths=(1,) * mesh.dp_replicate, dp_shard=mesh.pp * mesh.dp_shard)
     job = replace(
         config,
         training=replace(config.training, global_batch_size=mesh.world_size),
@@ -124,7 +124,7 @@ def per_microbatch(costs: SampleCosts) -> float:
     return float(min(most / mean for most, mean in zip(costs.limits, means, strict=True)))
 
 
-def _placements(config: Config, priced: Mapping[str, Sequence[float]], mesh: MeshShape) -> list[Estimate]:
+def _placements(config: Config, priced: Mapping[str, Sequence[float]], mesh: JobLayout) -> list[Estimate]:
     """All modules on all ranks; and each on ranks of its own: in proportion to its work, or with one rank moved."""
     num_ranks = mesh.pp
     total, count = sum(map(sum, priced.values())), config.training.global_batch_size // mesh.dp

@@ -100,7 +100,7 @@ class Judge:
             of_memory["missing_bytes"] = peaks[rank] - machine.memory_bytes
             return Judged(**of_memory, problem=f"out of memory: {has}; use more, or shorter sequences")
         seconds = tuple(seconds for _, seconds in parts)
-        ranks, mfu = job.config.parallelism.mesh_shape, None
+        ranks, mfu = job.config.parallelism.layout, None
         if machine.peak_flops is not None and effort.num_microbatches >= job.config.training.global_batch_size:
             flops = fmean(step.flops for step, _ in parts)
             mfu = flops / (fmean(seconds) * ranks.world_size / ranks.dp * machine.peak_flops)
@@ -111,7 +111,7 @@ class Judge:
         made = self._job(candidate)
         if isinstance(made, Judged):
             return None
-        first = divided(self.steps(made[0].config)[0], made[0].config.parallelism.mesh_shape.dp)[0]
+        first = divided(self.steps(made[0].config)[0], made[0].config.parallelism.layout.dp)[0]
         meta = IterationMeta(microbatches=first.microbatches[: effort.num_microbatches])
         try:
             return IterationPlanner(made[0].simulator.job).problem(meta, searched=True)[1]
@@ -140,7 +140,7 @@ class Judge:
 
     def _step(self, job: ScheduledJob, index: int, effort: Effort) -> tuple[SimulatedIteration, float]:
         """A simulated iteration and the seconds of the whole one."""
-        dp = job.config.parallelism.mesh_shape.dp
+        dp = job.config.parallelism.layout.dp
         step = self.steps(job.config)[index]
         replicas = divided(step, dp)
         if effort.num_microbatches >= len(step):

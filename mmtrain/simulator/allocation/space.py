@@ -9,7 +9,7 @@ from typing import Any
 from mmtrain.config.config import Config, value_of
 from mmtrain.config.model import section_of
 from mmtrain.config.toml_sections import shown
-from mmtrain.config.topology import MeshShape
+from mmtrain.config.topology import JobLayout
 from mmtrain.costs.operators.cluster import Cluster
 from mmtrain.errors import ConfigError
 from mmtrain.schedule.recipe.files import schedule_of
@@ -67,12 +67,12 @@ class Space:
         begin = {**self._cut({"planner.partition": "dip"}), **self._memory, **self._search}
         return Candidate().having(self._free({**begin, **values}))
 
-    def searched_cut(self, candidate: Candidate, mesh: MeshShape) -> Candidate:
+    def searched_cut(self, candidate: Candidate, mesh: JobLayout) -> Candidate:
         """The candidate with its partition searched, and with it on which ranks its modules are."""
         placed = "search" if mesh.pp > 1 and self._several else "spread"
         return candidate.having(self._free(self._cut({"planner.partition": "search", "planner.placement": placed})))
 
-    def others(self, mesh: MeshShape) -> Iterator[tuple[str, Values]]:
+    def others(self, mesh: JobLayout) -> Iterator[tuple[str, Values]]:
         """(axis, values) to try in place of a candidate's own, one at a time."""
         tried = [*self._other_degrees(mesh), *self._other_cuts(mesh), *self._other_memory()]
         tried += self._other_schedules(mesh)
@@ -80,7 +80,7 @@ class Space:
             if axis in self.axes and (free := self._free(values)):
                 yield axis, free
 
-    def braided(self, candidate: Candidate, mesh: MeshShape) -> Candidate | None:
+    def braided(self, candidate: Candidate, mesh: JobLayout) -> Candidate | None:
         """The candidate with blocks; None: it has none, or the axis is not to be tried."""
         values = self._free({"planner.braid": True})
         if "braid" not in self.axes or not values or mesh.tp == 1:
@@ -140,8 +140,8 @@ class Space:
 
     # ----------------------------------------------------------------------------------------- degrees
 
-    def _meshes(self) -> list[MeshShape]:
-        own = self.config.parallelism.mesh_shape
+    def _meshes(self) -> list[JobLayout]:
+        own = self.config.parallelism.layout
         if "degrees" not in self.axes:
             return [own]
         given = {key: degree for key, degree in values_of(own).items() if key in self.fixed}
@@ -165,12 +165,12 @@ class Space:
                 batches.append({"training.seq_len": tokens, "training.global_batch_size": total // tokens})
         return batches
 
-    def _encoders(self, mesh: MeshShape, how: str) -> Values:
+    def _encoders(self, mesh: JobLayout, how: str) -> Values:
         key = "parallelism.encoder_tensor_parallel"
         divided = self.config.model.encoders and "degrees" in self.axes
         return {key: how if mesh.tp > 1 else "shard"} if divided else {}
 
-    def _other_degrees(self, mesh: MeshShape) -> Iterator[tuple[str, Values]]:
+    def _other_degrees(self, mesh: JobLayout) -> Iterator[tuple[str, Values]]:
         if mesh.tp > 1 and (values := self._encoders(mesh, "data")):
             yield "degrees", values
 
@@ -193,7 +193,7 @@ class Space:
             opened |= {f"{section}.num_segments": 0, f"{section}.pipeline_layout": "", f"{section}.ranks": 0}
         return {**opened, "planner.placement": "spread", **values}
 
-    def _other_cuts(self, mesh: MeshShape) -> Iterator[tuple[str, Values]]:
+    def _other_cuts(self, mesh: JobLayout) -> Iterator[tuple[str, Values]]:
         for section, module in zip(self._sections, self.config.model.cut_modules.values(), strict=True):
             if getattr(module, "sub_microbatch_size", 0):
                 yield "cut", {f"{section}.sub_microbatch_size": 0}
@@ -233,14 +233,14 @@ class Space:
             "parallelism.separate_gradients": False,
         }
 
-    def _other_schedules(self, mesh: MeshShape) -> Iterator[tuple[str, Values]]:
+    def _other_schedules(self, mesh: JobLayout) -> Iterator[tuple[str, Values]]:
         if mesh.pp == 1:
             return
         for name in self.schedules:
             for values in self.ordered(name, mesh):
                 yield "schedule", values
 
-    def ordered(self, name: str, mesh: MeshShape) -> Iterator[Values]:
+    def ordered(self, name: str, mesh: JobLayout) -> Iterator[Values]:
         """The order of a schedule as it is, with memory options that the planner fits: on any cut if it keeps memory
         limits by itself, else on one chain of all modules with the chunks that it is for."""
         order = {"parallelism.pipeline_parallel_schedule": name, "planner.interleave": False}

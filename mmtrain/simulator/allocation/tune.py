@@ -22,7 +22,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from mmtrain.config.config import Config
-from mmtrain.config.topology import MeshShape
+from mmtrain.config.topology import JobLayout
 from mmtrain.errors import ConfigError
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.simulator.allocation.candidate import Candidate
@@ -93,7 +93,7 @@ class Tuner:
         if not rows:
             raise ConfigError(nothing_runs(looks or second, config))
         own = None
-        if config.parallelism.mesh_shape.world_size == self.space.num_gpus:
+        if config.parallelism.layout.world_size == self.space.num_gpus:
             own = self._look(Candidate(), self.effort, "the job as it is")
         reasons = Counter(short(problem) for problem in self._tried.values() if problem)
         return Tuned(
@@ -155,8 +155,8 @@ class Tuner:
         for path in best_recipes(folder, mesh.pp, problem_of):
             yield "schedule", values_of(path)
 
-    def _mesh(self, one: Judged) -> MeshShape:
-        return one.candidate.job(self.space.config).parallelism.mesh_shape
+    def _mesh(self, one: Judged) -> JobLayout:
+        return one.candidate.job(self.space.config).parallelism.layout
 
     def _look(self, candidate: Candidate, effort: Effort, what: str) -> Judged:
         self.progress(what)
@@ -172,10 +172,10 @@ class Tuner:
     def _of_degrees(self, looks: Sequence[Judged]) -> list[Judged]:
         """The best of each degrees and number of tokens, with searched plans and with a schedule as it is; the fastest
         first."""
-        best: dict[tuple[MeshShape, int, bool], Judged] = {}
+        best: dict[tuple[JobLayout, int, bool], Judged] = {}
         for one in self._best(looks):
             job = one.candidate.job(self.space.config)
-            best.setdefault((job.parallelism.mesh_shape, job.training.seq_len, job.planner.interleave), one)
+            best.setdefault((job.parallelism.layout, job.training.seq_len, job.planner.interleave), one)
         return list(best.values())
 
 
@@ -203,7 +203,7 @@ def _tied(one: Judged, other: Judged) -> bool:
 
 def simplicity(candidate: Candidate, config: Config) -> tuple[int, int, int, int]:
     """Sort key: the number of changes of the config, then tp, cp and pp."""
-    mesh = candidate.job(config).parallelism.mesh_shape
+    mesh = candidate.job(config).parallelism.layout
     return len(candidate.difference(config)), mesh.tp, mesh.cp, mesh.pp
 
 
