@@ -26,7 +26,7 @@ from mmtrain.checkpoint.held import HeldTensors
 from mmtrain.checkpoint.shared_folder import check_shared
 from mmtrain.checkpoint.state import NamedTensors, TrainState, seed_everything
 from mmtrain.config import config as config_module
-from mmtrain.config.config import Config
+from mmtrain.config.config import Config, each_pipeline, of_pipeline
 from mmtrain.config.sections import ParallelismConfig
 from mmtrain.data.packing import LoaderState
 from mmtrain.errors import MMTrainError, TrainingError
@@ -84,7 +84,7 @@ class Trainer:
         check_video(config)
         self.folder = Path(config.job.dump_folder)
         saved_ops(config.activation_checkpoint)
-        self.job, self._cut_s = _job_in_time(config)
+        self.jobs, self._cut_s = _jobs_in_time(config)
         self._denoising = job_denoising(config)
         self.metrics = Metrics()
         self.observers = list(observers)
@@ -93,6 +93,17 @@ class Trainer:
         self.state = TrainState.first(config)
         self._sources = tuple(source.label for source in config.data.sources)
         self._stops = StopSignals()
+
+    @property
+    def pipeline(self) -> int:
+        """The pipeline of this rank."""
+        rank = dist.get_rank() if dist.is_initialized() else Launched.from_environment().rank
+        return self.config.parallelism.layout.coordinates(rank).pipeline
+
+    @property
+    def job(self) -> Job:
+        """That of this rank's pipeline."""
+        return self.jobs[self.pipeline]
 
     @property
     def placement(self) -> Placement:
@@ -189,8 +200,10 @@ class Trainer:
     def _build(self, device: torch.device) -> None:
         """Places the job as its config says, with initial weights. Collective over the job."""
         log_start(self.config, self.job, device, self._cut_s)
-        self._memory = JobMemory.budgeted(self.config, self.job, device, self._device_memory)
-        self._placement = Placement.build(self.config, self.job, device, self._search)
+        self._memory = JobMemory.budgeted(
+            of_pipeline(self.config, self.pipeline), self.job, device, self._device_memory
+        )
+        self._placement = Placement.build(self.config, self.jobs, device, self._search)
         self._runner = BatchRunner(
             training=self.config.training,
             job=self.job,
@@ -217,7 +230,7 @@ class Trainer:
         config = dataclasses.replace(self.config, parallelism=parallelism)
         config_module.check(config)
         parallelism.layout.check_world_size(dist.get_world_size())
-        job, cut_s = _job_in_time(config)
+        jobs, cut_s = _jobs_in_time(config)
         logger.info("after step %d the layout changes", self.state.step)
         device, tensors = self.mesh.device, HeldTensors.of(self._named())
         for observer in self.observers:
@@ -226,12 +239,12 @@ class Trainer:
         self._placement, self.items = None, iter(())
         del self._runner
         gc.collect()  # hooks refer to modules: their memory is needed now
-        self.config, self.job, self._cut_s = config, job, cut_s
+        self.config, self.jobs, self._cut_s = config, jobs, cut_s
         self._build(device)
         tensors.restore(self._named())
         self._take_up()
         for observer in self.observers:
-            observer.layout_begins(config, job, self.mesh, self.state.step)
+            observer.layout_begins(config, self.job, self.mesh, self.state.step)
 
     def tear_down(self, *, lost: bool = False) -> None:
         """Args: lost: a rank does not answer."""
@@ -383,8 +396,8 @@ class Trainer:
             observer.validated(step, result)
 
 
-def _job_in_time(config: Config) -> tuple[Job, float]:
-    """The job of a config, and the seconds that it took to make."""
+def _jobs_in_time(config: Config) -> tuple[tuple[Job, ...], float]:
+    """[pipeline] -> its job, and the seconds that all of them took to make."""
     start = time.perf_counter()
-    job = make_job(config)
-    return job, time.perf_counter() - start
+    jobs = each_pipeline(config, make_job)
+    return jobs, time.perf_counter() - start

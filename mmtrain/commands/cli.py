@@ -33,7 +33,7 @@ from mmtrain.config import config
 from mmtrain.config.model import ModelConfig
 from mmtrain.errors import MMTrainError, for_terminal, shown
 from mmtrain.launch.folder_owner import owned
-from mmtrain.launch.launched import Launched, meeting_point
+from mmtrain.launch.launched import Launched, local_world_size, meeting_point
 from mmtrain.launch.processes import check_temporary_folder, end_with_parent, environment, leave
 
 _OVERRIDE = re.compile(r"--[\w-]+\.[^\s=]+=")
@@ -188,7 +188,9 @@ def _train(args: argparse.Namespace) -> int:
     check_temporary_folder(job.data.num_workers)
     check_video(job)
     check_readable(job.model)
-    make_job(job)  # refuses a model that cannot be built, cut or divided, before any process starts
+    config.each_pipeline(
+        job, make_job
+    )  # refuses a model that cannot be built, cut or divided, before any process starts
     check_files(job.model, job.tokenizer)
     _check_adapters(job.model)
     with owned(Path(job.job.dump_folder)):  # refuses a folder that rank 0 could not use
@@ -210,6 +212,7 @@ def _train_rank(args: argparse.Namespace) -> int:
         end_with_parent()
     job, launched = config.load(args.config, args.overrides), Launched.from_environment()
     job.parallelism.layout.check_world_size(launched.world_size)
+    job.parallelism.layout.check_nodes(local_world_size(launched.world_size))
     if launched.world_size > 1:
         meeting_point()  # at once, not when the model is planned
     from mmtrain.trainer import Trainer
@@ -281,7 +284,8 @@ def _config(args: argparse.Namespace) -> int:
         job_spec(job)
         summary = f"{shown(schedule)} is a program, which is not run here: how it cuts the model is not checked"
     else:
-        summary = make_job(job).partition_summary  # refuses a model that cannot be built, cut or divided
+        made = config.each_pipeline(job, make_job)  # refuses a model that cannot be built, cut or divided
+        summary = "; ".join(dict.fromkeys(one.partition_summary for one in made if one.partition_summary))
     check_files(job.model, job.tokenizer)
     _check_adapters(job.model)
     if summary:

@@ -12,10 +12,10 @@ import difflib
 import functools
 import os
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mmtrain.config.assignment import AssignmentConfig
 from mmtrain.config.data import DataConfig, DiffusionConfig, TokenizerConfig
@@ -39,6 +39,8 @@ from mmtrain.config.toml_sections import apply_override, at_home, build, dump_ta
 from mmtrain.config.topology import JobLayout
 from mmtrain.config.whole_model import with_parts
 from mmtrain.errors import ConfigError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +112,44 @@ def _with_values(section: Any, values: Mapping[tuple[str, ...], Any]) -> Any:
     return {**section, **changed} if isinstance(section, dict) else replace(section, **changed)
 
 
+def of_pipeline(config: Config, index: int) -> Config:
+    """The job in which all pipelines are as one of them; a job of equal ones itself.
+
+    Each has its part of the microbatches, by its number of ranks.
+    """
+    parallelism, training = config.parallelism, config.training
+    if not parallelism.pipelines:
+        return config
+    layout = parallelism.layout
+    depth, dp = layout.depths[index], layout.dp
+    count = max(1, training.global_batch_size * depth // (sum(layout.depths) * layout.dp_shard))
+    return replace(
+        config,
+        parallelism=replace(
+            parallelism, pipelines=[], pipeline_parallel_degree=depth, data_parallel_replicate_degree=len(layout.depths)
+        ),
+        training=replace(training, global_batch_size=count * dp),
+    )
+
+
+def each_pipeline(config: Config, make: Callable[[Config], T]) -> tuple[T, ...]:
+    """[pipeline] -> what is made of its job; those of equal depth have it in common.
+
+    Raises: ConfigError: that of `make`, naming the pipeline where depths differ.
+    """
+    layout, made = config.parallelism.layout, dict[int, T]()
+    for index, depth in enumerate(layout.depths):
+        if depth in made:
+            continue
+        try:
+            made[depth] = make(of_pipeline(config, index))
+        except ConfigError as error:
+            if not layout.is_even:
+                error.args = (f"parallelism.pipelines[{index}] = {depth}: {error}", *error.args[1:])
+            raise
+    return tuple(made[depth] for depth in layout.depths)
+
+
 def uses_fsdp(shape: JobLayout, training: TrainingConfig, *, data_encoder: bool = False) -> bool:
     """Whether chunks are sharded by FSDP2: where ranks hold equal parameters and work on different data, or for the
     sake of its mixed precision or offload.
@@ -128,10 +168,10 @@ def check(config: Config) -> None:
     """
     parallelism = config.parallelism
     dp = parallelism.layout.dp
-    if config.training.global_batch_size % dp:
+    if config.training.global_batch_size < dp:
         raise ConfigError(
-            f"training.global_batch_size = {config.training.global_batch_size} microbatches cannot be shared "
-            f"equally by {dp} data-parallel replicas; make it a multiple of {dp}"
+            f"training.global_batch_size = {config.training.global_batch_size} microbatches are fewer than the {dp} "
+            f"data-parallel replicas, each of which needs one; make it at least {dp}"
         )
     _check_assignment(config)
     if config.training.seq_len < parallelism.context_parallel_degree:
@@ -170,7 +210,12 @@ def check(config: Config) -> None:
     _check_encoder_parallelism(config)
     _check_data(config)
     _check_dit(config)
-    check_planner(config.planner, config.model, parallelism, config.activation_checkpoint, config.comm)
+    each_pipeline(config, _check_planner)
+
+
+def _check_planner(config: Config) -> None:
+    """Refuses a plan that the job of a pipeline cannot have."""
+    check_planner(config.planner, config.model, config.parallelism, config.activation_checkpoint, config.comm)
 
 
 def _check_assignment(config: Config) -> None:

@@ -141,6 +141,18 @@ class JobLayout:
                 f"{world_size}; start it with --nproc-per-node {self.world_size} or change a degree"
             )
 
+    def check_nodes(self, ranks_per_node: int) -> None:
+        """Refuses pipelines of unequal depth with a stage on several nodes. Args: ranks_per_node: consecutive ones.
+
+        Raises: ConfigError: with the ranks of a stage and of a node.
+        """
+        if not self.is_even and self.world_size > ranks_per_node and ranks_per_node % self.stage_size:
+            raise ConfigError(
+                f"parallelism.pipelines = {list(self.depths)}: a stage has dp_shard {self.dp_shard} x cp {self.cp} x "
+                f"tp {self.tp} = {self.stage_size} ranks, and a node has {ranks_per_node}; in pipelines of unequal "
+                "depth a stage lies inside of one node, so lower these degrees to a divisor of a node's ranks"
+            )
+
     @property
     def _starts(self) -> list[int]:
         """[pipeline] -> stages of the pipelines before it."""

@@ -58,8 +58,8 @@ def build_local_model(
     regathered: Collection[str] = (),
     recompute: ActivationCheckpointConfig | None = None,
 ) -> LocalModel:
-    """Builds this rank's chunks, in a fixed order (collective over the job): meta -> memory -> random or stored weights -> TP -> the switch
-    of the activations of blocks -> FSDP2.
+    """Builds this rank's chunks, in a fixed order: meta -> memory -> random or stored weights -> TP -> the switch
+    of the activations of blocks -> FSDP2. Collective over the job.
 
     Values depend only on the seed and the parameter's name, not on the layout.
 

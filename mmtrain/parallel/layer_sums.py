@@ -191,8 +191,8 @@ def _messages(tables: Sequence[Sequence[_Held]], mesh: Mesh) -> list[_Message]:
         shapes = {one.shape for held in places.values() for one in held}
         if name not in forward or {pipelines[place] for place in places} != set(pipelines) or len(shapes) > 1:
             raise PlanError(
-                f"pipelines do not hold equal shards of {name}: {sorted(shapes)} on the ranks "
-                f"{[mesh.column[place] for place in places]}; all machines need one version of mmtrain and equal configs"
+                f"pipelines do not hold equal shards of {name}: {sorted(shapes)} on ranks "
+                f"{[mesh.column[place] for place in places]}; all need one version of mmtrain and equal configs"
             )
     messages: list[_Message] = []
     for key, names in groupby(reversed(forward), lambda name: _places(holders[name])):

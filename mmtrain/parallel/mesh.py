@@ -1,7 +1,7 @@
 """Process groups of one rank: built once, named by what their ranks share.
 
-Device meshes are made of the ranks of one stage alone: FSDP2 and tensor parallelism need no others. What pipelines share
-is in `layer_sums`.
+Device meshes are of the ranks of one stage: FSDP2 and tensor parallelism need no others. What pipelines share is in
+`layer_sums`.
 """
 
 from collections.abc import Sequence

@@ -4,6 +4,7 @@ All parts of a placement can be built again. Weights and moments are loaded into
 of parameters, from a checkpoint or from the former placement.
 """
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -41,17 +42,17 @@ class Placement:
     """All that were made for it."""
 
     @classmethod
-    def build(cls, config: Config, job: Job, device: torch.device, search: Search) -> "Placement":
-        """The layout that a config and its job describe, with initial weights. Collective over the job.
+    def build(cls, config: Config, jobs: Sequence[Job], device: torch.device, search: Search) -> "Placement":
+        """The layout that a config and its jobs describe, with initial weights. Collective over the job.
 
-        Args: search: finds the plans of iterations.
+        Args: jobs: [pipeline] -> its job. search: finds the plans of iterations.
         Raises: ConfigError.
         """
         if config.training.attention_backend == "flex" and device.type != "cuda":
             raise ConfigError(
                 f'training.attention_backend = "flex" trains on CUDA alone, but the device is {device.type}; set "auto"'
             )
-        seed, partition, groups_before = config.debug.seed, job.partition, process_groups()
+        seed, groups_before = config.debug.seed, process_groups()
         mesh = build_mesh(
             config.parallelism.layout,
             device,
@@ -59,6 +60,8 @@ class Placement:
             whole_rows=config.parallelism.tensor_parallel_rows == "whole",
             share_device=config.comm.share_device,
         )
+        job = jobs[mesh.place.pipeline]
+        partition = job.partition
         data, ahead = ReplicaData(config, mesh, job.spec, partition, StepAssigner.of(config, job)), None
         with ExitStack() as undo:
             if config.planner.enable:

@@ -67,7 +67,11 @@ def test_dump_reads_back_equal(load, tmp_path):
         ("--parallelism.tensor_parallel_degree=0", "a degree is at least 1"),
         ("--parallelism.context_parallel_block_size=0", "must be at least 1"),
         ("--parallelism.context_parallel_split=even", r'choose one of "causal", "balanced"'),
-        ("--parallelism.data_parallel_shard_degree=3", "make it a multiple of 3"),
+        (
+            "--parallelism.data_parallel_shard_degree=99",
+            "fewer than the 99 data-parallel replicas.* make it at least 99",
+        ),
+        ("--parallelism.pipelines=[2,0]", r"parallelism.pipelines = \[2, 0\]; each pipeline has at least 1"),
         ("--data.streaming=true", r"set data\.shuffle = false"),
         ("--data.source=", "data.source: is empty"),
         ("--data.max_media_bytes=0", "data.max_media_bytes = 0; it must be at least 1"),
