@@ -26,7 +26,7 @@ from mmtrain.checkpoint.held import HeldTensors
 from mmtrain.checkpoint.shared_folder import check_shared
 from mmtrain.checkpoint.state import NamedTensors, TrainState, seed_everything
 from mmtrain.config import config as config_module
-from mmtrain.config.config import Config, each_pipeline, of_pipeline
+from mmtrain.config.config import Config, each_pipeline
 from mmtrain.config.sections import ParallelismConfig
 from mmtrain.data.packing import LoaderState
 from mmtrain.errors import MMTrainError, TrainingError
@@ -200,9 +200,7 @@ class Trainer:
     def _build(self, device: torch.device) -> None:
         """Places the job as its config says, with initial weights. Collective over the job."""
         log_start(self.config, self.job, device, self._cut_s)
-        self._memory = JobMemory.budgeted(
-            of_pipeline(self.config, self.pipeline), self.job, device, self._device_memory
-        )
+        self._memory = JobMemory.budgeted(self.config, self.jobs, device, self._device_memory)
         self._placement = Placement.build(self.config, self.jobs, device, self._search)
         self._runner = BatchRunner(
             training=self.config.training,

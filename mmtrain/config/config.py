@@ -135,18 +135,20 @@ def of_pipeline(config: Config, index: int) -> Config:
 def each_pipeline(config: Config, make: Callable[[Config], T]) -> tuple[T, ...]:
     """[pipeline] -> what is made of its job; those of equal depth have it in common.
 
-    Raises: ConfigError: that of `make`, naming the pipeline where depths differ.
+    Raises: ConfigError: that of `make`, naming the pipeline if only some have it.
     """
     layout, made = config.parallelism.layout, dict[int, T]()
-    for index, depth in enumerate(layout.depths):
-        if depth in made:
-            continue
+    failed: dict[int, ConfigError] = {}
+    for depth in dict.fromkeys(layout.depths):
         try:
-            made[depth] = make(of_pipeline(config, index))
+            made[depth] = make(of_pipeline(config, layout.depths.index(depth)))
         except ConfigError as error:
-            if not layout.is_even:
-                error.args = (f"parallelism.pipelines[{index}] = {depth}: {error}", *error.args[1:])
-            raise
+            failed[depth] = error
+    if failed:
+        depth, first = next(iter(failed.items()))
+        if made or len(set(map(str, failed.values()))) > 1:
+            first.args = (f"parallelism.pipelines[{layout.depths.index(depth)}] = {depth}: {first}", *first.args[1:])
+        raise first
     return tuple(made[depth] for depth in layout.depths)
 
 

@@ -242,7 +242,7 @@ class ParallelismConfig:
             if getattr(self, name) != 1:
                 raise ConfigError(
                     f"parallelism.pipelines = {self.pipelines} with parallelism.{name} = {getattr(self, name)}, which "
-                    "it is in place of; remove one of the two"
+                    "it is in place of; remove one of the two, or set the degree to 1"
                 )
 
     @property

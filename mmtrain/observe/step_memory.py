@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mmtrain.config.config import Config
+from mmtrain.config.config import Config, of_pipeline
 from mmtrain.config.memory_amount import GIB, show_bytes
 from mmtrain.observe.metrics import Metrics
 from mmtrain.planner.iteration import IterationPlan, IterationPlanner
@@ -148,26 +148,39 @@ class JobMemory:
     """The memory of a job's ranks from step to step. Its methods are called by all ranks alike."""
 
     def __init__(
-        self, device: torch.device, pp_rank: int, budgets: BudgetHistory, *, shares_device: bool = False
+        self,
+        device: torch.device,
+        pp_rank: int,
+        budgets: Sequence[BudgetHistory],
+        own: int = 0,
+        *,
+        shares_device: bool = False,
     ) -> None:
-        self._device, self._pp_rank, self._budgets = device, pp_rank, budgets
-        self.meter = PeakMeter(device, budgets.budget.ranks[pp_rank].process_bytes, shared=shares_device)
+        """Args: budgets: of the pipelines of each depth; own: which of them is this rank's."""
+        self._device, self._pp_rank, self._all, self._own = device, pp_rank, tuple(budgets), own
+        self.meter = PeakMeter(device, self._budgets.budget.ranks[pp_rank].process_bytes, shared=shares_device)
         """Of the step that runs."""
 
     @classmethod
-    def budgeted(cls, config: Config, job: Job, device: torch.device, found: DeviceMemory) -> "JobMemory":
+    def budgeted(cls, config: Config, jobs: Sequence[Job], device: torch.device, found: DeviceMemory) -> "JobMemory":
         """What the plans of a layout have to leave free, of what was found before any model was there.
 
+        Args: jobs: [pipeline] -> its job.
         Raises: ConfigError: planner.memory_limit leaves nothing for activations.
         """
-        rule = MemoryRule.of(config, found.device_bytes)
-        budget = rule.budget(job.spec, job.partition, found.process_bytes)
-        budget.check()
-        if budget.limited:
-            logger.info("%s", budget.table())
-        budgets = BudgetHistory(budget=budget, device=device.type)
-        pp_rank = config.parallelism.layout.coordinates(dist.get_rank()).pp
-        made = cls(device, pp_rank, budgets, shares_device=config.comm.share_device)
+        layout, budgets = config.parallelism.layout, dict[int, BudgetHistory]()
+        place = layout.coordinates(dist.get_rank())
+        for index, (depth, job) in enumerate(zip(layout.depths, jobs, strict=True)):
+            if depth in budgets:
+                continue
+            rule = MemoryRule.of(of_pipeline(config, index), found.device_bytes)
+            budget = rule.budget(job.spec, job.partition, found.process_bytes)
+            budget.check()
+            if budget.limited:
+                logger.info("%s", budget.table())
+            budgets[depth] = BudgetHistory(budget=budget, device=device.type)
+        own = list(budgets).index(layout.depths[place.pipeline])
+        made = cls(device, place.pp, list(budgets.values()), own, shares_device=config.comm.share_device)
         made.meter.start()
         if made.meter.peak_bytes() is None:
             logger.info("memory: the peak of a step cannot be measured on this system")
@@ -179,14 +192,23 @@ class JobMemory:
         Args: saved: of `to_dict`.
         Raises: ConfigError: they leave nothing for activations.
         """
-        before, self._budgets = self._budgets, self._budgets.resumed(saved)
-        self._budgets.newest.check()
-        if self._budgets != before:
-            logger.info("resumed %s", self._budgets.newest.table())
+        parts = saved.get("depths", [saved])
+        before = self._all
+        self._all = tuple(b.resumed(parts[i] if len(parts) == len(before) else {}) for i, b in enumerate(before))
+        for old, new in zip(before, self._all, strict=True):
+            new.newest.check()
+            if new != old:
+                logger.info("resumed %s", new.newest.table())
 
     def to_dict(self) -> dict[str, Any]:
         """The state for a resumed run; empty without a limit."""
-        return self._budgets.to_dict() if self._budgets.budget.limited else {}
+        parts = [budgets.to_dict() for budgets in self._all if budgets.budget.limited]
+        return {"depths": parts} if len(parts) > 1 else parts[0] if parts else {}
+
+    @property
+    def _budgets(self) -> BudgetHistory:
+        """Of this rank's pipeline."""
+        return self._all[self._own]
 
     def budget(self, step: int) -> MemoryBudget:
         """The budget of a step."""
@@ -202,25 +224,37 @@ class JobMemory:
         job."""
         measured, budget = self.meter.peak_bytes(), self._budgets.at(step).ranks[self._pp_rank]
         predicted = budget.predicted_bytes(plan.result.timeline.peak_bytes[self._pp_rank])
-        excess = torch.zeros(len(self._budgets.budget.ranks), dtype=torch.float64)
+        excess = [torch.zeros(len(budgets.budget.ranks), dtype=torch.float64) for budgets in self._all]
         if measured is not None and budget.limit_bytes is not None and measured > budget.limit_bytes:
-            excess[self._pp_rank] = max(0.0, measured - predicted)
-        needed = least_activation_bytes(plan.problem) if self._budgets.budget.limited else ()
+            excess[self._own][self._pp_rank] = max(0.0, measured - predicted)
+        needed = [torch.zeros_like(of_depth) for of_depth in excess]
+        if self._budgets.budget.limited:
+            needed[self._own] += torch.tensor(least_activation_bytes(plan.problem))
         reserved_gib, reserved_percent = memory_gib(self._device)
         metrics.record("memory_gib", reserved_gib)
         metrics.record("memory_percent", reserved_percent)
         metrics.record("memory_predicted_gib", in_gib(predicted))
         metrics.record("memory_measured_gib", in_gib(measured))
         metrics.record("memory_limit_gib", in_gib(budget.limit_bytes))
-        largest = metrics.reduce_max(excess=excess, needed=torch.tensor(needed, dtype=torch.float64))
-        if needed:
-            self._set_margins(step, largest["excess"].tolist(), largest["needed"].tolist())
+        largest = metrics.reduce_max(excess=torch.cat(excess), needed=torch.cat(needed))
+        if self._budgets.budget.limited:
+            sizes = [len(of_depth) for of_depth in excess]
+            parts = (largest[name].split(sizes) for name in ("excess", "needed"))
+            self._all = tuple(
+                self._after(step, budgets, over.tolist(), least.tolist())
+                for budgets, over, least in zip(self._all, *parts, strict=True)
+            )
 
-    def _set_margins(self, step: int, excess: Sequence[float], needed: Sequence[float]) -> None:
-        """Args: [pp_rank] -> bytes, equal on all ranks. excess: over the prediction where the limit was exceeded.
-        needed: the least activations of a microbatch."""
-        before, self._budgets = self._budgets, self._budgets.after(step, excess, needed)
-        for old, new in zip(before.newest.ranks, self._budgets.newest.ranks, strict=True):
+    def _after(
+        self, step: int, before: BudgetHistory, excess: Sequence[float], needed: Sequence[float]
+    ) -> BudgetHistory:
+        """The budgets of the pipelines of one depth after a step, logged.
+
+        Args: [pp_rank] -> bytes, equal on all ranks. excess: over the prediction where the limit was exceeded.
+        needed: the least activations of a microbatch.
+        """
+        after = before.after(step, excess, needed)
+        for old, new in zip(before.newest.ranks, after.newest.ranks, strict=True):
             margins = f"from {show_bytes(old.margin_bytes)} to {show_bytes(new.margin_bytes)} from step {step + 2} on"
             if new.margin_bytes > old.margin_bytes:  # equal on all ranks: one of them logs it
                 logger.info(
@@ -239,3 +273,4 @@ class JobMemory:
                     new.pp_rank,
                     margins,
                 )
+        return after

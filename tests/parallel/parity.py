@@ -190,8 +190,9 @@ def run_layout(rank, shape, cases) -> dict[tuple, Found]:
     """(case, schedule, images a work) -> errors, on one rank of `run_ranks`."""
     meshes = {}
     found = {}
+    depth = shape.depths[shape.coordinates(rank).pipeline]
     for name, case in cases.items():
-        submesh, parts = case.submesh(shape), cut(case, shape)
+        submesh, parts = case.submesh(shape), cut(case, JobLayout.grid(pp=depth))
         key = submesh.data_encoder
         if key not in meshes:
             meshes[key] = build_mesh(shape, torch.device("cpu"), data_encoder=key)
