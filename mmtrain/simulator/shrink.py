@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mmtrain.config import config as config_module
-from mmtrain.config.config import Config
+from mmtrain.config.config import Config, each_pipeline
 from mmtrain.config.model import ModelConfig
 from mmtrain.config.planner import PlannerConfig
 from mmtrain.config.sections import CheckpointConfig, MetricsConfig, ParallelismConfig, ValidationConfig
@@ -51,7 +51,8 @@ def shrink(config: Config, *, seq_len: int = SEQ_LEN) -> Shrunk:
     Raises: ConfigError: the model's configs cannot be read, or the real model cannot be cut or divided so.
     """
     parallelism, notes = _fewer_ranks(config.parallelism)
-    job = make_job(config)  # it also refuses degrees that do not divide the real model
+    jobs = each_pipeline(config, make_job)  # it also refuses degrees that do not divide the real model
+    job = max(jobs, key=lambda one: one.partition.num_ranks)
     small_layout = replace(config, parallelism=parallelism)
     model = _model(small_layout, job)
     dp = parallelism.layout.dp
@@ -59,7 +60,7 @@ def shrink(config: Config, *, seq_len: int = SEQ_LEN) -> Shrunk:
     training = replace(
         config.training,
         seq_len=min(config.training.seq_len, max(seq_len, 2 * most_image_tokens(model) + seq_len // 2)),
-        global_batch_size=dp * min(per_replica, max(2, 2 * parallelism.pipeline_parallel_degree)),
+        global_batch_size=dp * min(per_replica, max(2, 2 * parallelism.layout.pp)),
         attention_backend="auto",  # it runs on CPUs, which have one backend
     )
     small = replace(
@@ -86,13 +87,18 @@ def _fewer_ranks(section: ParallelismConfig) -> tuple[ParallelismConfig, tuple[s
             lowered: dict[str, Any] = {name: 2}
             section = replace(section, **lowered)
             notes.append(f"parallelism.{name} {degree} -> 2: the job has {world} ranks, more than {MOST_RANKS}")
+    depths, world = section.pipelines, section.layout.world_size
+    if depths and world > MOST_RANKS:
+        fewer = [min(depth, most) for depth, most in zip(sorted({min(depths), max(depths)}), (1, 2), strict=False)]
+        section = replace(section, pipelines=fewer)
+        notes.append(f"parallelism.pipelines {depths} -> {fewer}: the job has {world} ranks, more than {MOST_RANKS}")
     return section, tuple(notes)
 
 
 def _model(config: Config, job: Job) -> ModelConfig:
-    """Args: config: the real model on the small job's ranks. job: the real one."""
+    """Args: config: the real model on the small job's ranks. job: the real one of its deepest pipeline."""
     partition, modules, submesh = job.partition, job.spec.modules, Submesh.of(config)
-    num_ranks = config.parallelism.pipeline_parallel_degree
+    num_ranks = config.parallelism.layout.pp
     if partition.passes:  # of a chain of all modules the language model's K counts passes
         segments = {**dict.fromkeys((m.name for m in modules), 0), partition.text: partition.passes}
         stages = {module.name: partition.passes * num_ranks for module in modules}

@@ -197,6 +197,14 @@ def test_degrees_are_lowered_only_where_there_would_be_too_many_processes() -> N
     assert small.config.training.global_batch_size % 2 == 0
 
 
+def test_many_ranks_of_unequal_pipelines_become_two_shallow_ones() -> None:
+    few = ParallelismConfig(pipelines=[2, 3])
+    assert shrink(job(parallelism=few)).config.parallelism.pipelines == [2, 3]
+    small = shrink(job(parallelism=ParallelismConfig(pipelines=[3, 4, 4])))
+    assert small.config.parallelism.pipelines == [1, 2]
+    assert small.notes == ("parallelism.pipelines [3, 4, 4] -> [1, 2]: the job has 11 ranks, more than 8",)
+
+
 def test_microbatches_hold_two_images() -> None:
     fixed = shrink(job("siglip_vision_model")).config
     assert fixed.training.seq_len >= 2 * 24 * 24 // 4 + 256
