@@ -49,6 +49,7 @@ def _profile(args: argparse.Namespace) -> int:
     if args.workload is not None and args.samples is None:
         raise ConfigError(f"profile: --workload {args.workload} has no effect without --samples N; add it")
     job = config.load(args.config, args.overrides)
+    job = config.of_pipeline(job, job.parallelism.layout.deepest)  # layers take the same time in all
     what = "profile.json" if args.samples is None else "samples.json"
     out: Path = args.out or Path(job.job.dump_folder) / what
     if not out.name.endswith((".json", ".json.gz")):

@@ -62,6 +62,11 @@ class JobLayout:
         return max(self.depths)
 
     @property
+    def deepest(self) -> int:
+        """The first pipeline of that depth."""
+        return self.depths.index(self.pp)
+
+    @property
     def dp_replicate(self) -> int:
         """Number of pipelines."""
         return len(self.depths)
