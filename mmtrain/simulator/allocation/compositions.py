@@ -36,7 +36,7 @@ class Template:
     depth: int
     """Pipeline ranks."""
     points: tuple[tuple[int, float], ...]
-    """(microbatches of a replica, seconds), ascending, the first of one microbatch; linear between and behind them."""
+    """(microbatches of a replica, seconds), ascending; linear between and behind them, and before the first as it."""
     replicas: int = 1
     """dp_shard: replicas inside of the pipeline, which divide its microbatches; each needs one."""
     held: tuple[frozenset[Layer], ...] = ()
@@ -57,7 +57,8 @@ class Template:
             counts, seconds = np.array([0.0, counts[0]]), np.array([0.0, seconds[0]])
         piece = np.clip(np.searchsorted(counts, of_replica), 1, len(counts) - 1)
         slope = np.diff(seconds)[piece - 1] / np.diff(counts)[piece - 1]
-        return np.maximum.accumulate(seconds[piece] + slope * (of_replica - counts[piece]))
+        line = seconds[piece] + slope * (of_replica - counts[piece])
+        return np.maximum.accumulate(np.maximum(line, seconds[0]))
 
 
 @dataclass(frozen=True, kw_only=True)

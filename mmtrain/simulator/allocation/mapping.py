@@ -6,12 +6,12 @@ which k* is the first slowest one, and N_b = 4 S microbatches, an iteration take
     T1 + T2 + T3 = sum of all c_s  +  (N_b - S + k* - 1) c_k*  +  sum of c_s from k* on.
 
 Given t = c_k*, that is a sum over stages: 4 t + c_s before k*, 4 t for k* itself, 3 t + 2 c_s behind it. So for each t
-the best stages follow from the best stages of fewer layers on fewer GPUs. An interval of t has a lower bound by the same
-recursion: what is refined is always the interval with the least bound, until that is a single t.
+the best stages follow from the best stages of fewer layers on fewer GPUs. An interval of t has a lower bound by the
+same recursion: what is refined is always the interval with the least bound, until that is a single t.
 
 Source: Oobleck (Jang, Efficient Multimodal Model Training at Scale, dissertation, University of Michigan, 2026, section
-2.4.1.2). Its divide and conquer is O(L^3 n M) for each S and combines solutions of the parts that are best by
-themselves; equation 2.1 skips a layer at each division.
+2.4.1.2). Its divide and conquer, O(L^3 n M) for each S, has the same result where its equation 2.1 does not skip a layer
+at each division.
 """
 
 import heapq
@@ -154,4 +154,4 @@ def _least(ends: Ints, nodes: int, low: int, high: int, parents: Ints) -> int:
                             parents[1, gpu + count, last, 0] = 0
                             parents[1, gpu + count, last, 1] = gpu
                             parents[1, gpu + count, last, 2] = first
-    return least[1, gpus, num_layers]
+    return int(least[1, gpus, num_layers])
