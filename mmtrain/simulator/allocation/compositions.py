@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmtrain.errors import ConfigError
+from mmtrain.planner.partition.partition import Partition
 
 Layer = tuple[str, int]
 """(module, index of the layer)."""
@@ -41,6 +42,10 @@ class Template:
     """dp_shard: replicas inside of the pipeline, which divide its microbatches; each needs one."""
     held: tuple[frozenset[Layer], ...] = ()
     """[node of the pipeline] -> layers of which it holds the state."""
+    partition: Partition | None = None
+    """What each pipeline rank runs; None: unknown."""
+    grad_bytes: float = 0.0
+    """Largest bytes of gradients that one rank has to sum with other pipelines."""
     peak_bytes: float = 0.0
     """Of the most loaded rank; 0: unknown."""
 

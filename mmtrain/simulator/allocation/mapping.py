@@ -10,8 +10,7 @@ the best stages follow from the best stages of fewer layers on fewer GPUs. An in
 same recursion: what is refined is always the interval with the least bound, until that is a single t.
 
 Source: Oobleck (Jang, Efficient Multimodal Model Training at Scale, dissertation, University of Michigan, 2026, section
-2.4.1.2). Its divide and conquer, O(L^3 n M) for each S, has the same result where its equation 2.1 does not skip a layer
-at each division.
+2.4.1.2). Its divide and conquer, O(L^3 n M) for each S, has the same result if its equation 2.1 skips no layer.
 """
 
 import heapq
