@@ -33,7 +33,8 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "GPUs (Entrain's algorithms 2 and 3): how many samples show the ratio of the modules' work, candidates by "
         "simulated seconds with the GiB of the most loaded rank, and the fastest one as TOML. With --nodes: which "
         "pipelines, of unequal depth, use N nodes best, and every smaller number of them, such that the model survives "
-        "--max-failures lost nodes (Oobleck's templates). `mmtrain tune` finds cut, memory and schedule, too. Trains nothing. Any --section.key=value overrides the file.",
+        "--max-failures lost nodes (Oobleck's templates). `mmtrain tune` finds cut, memory and schedule, too. Trains "
+        "nothing. Any --section.key=value overrides the file.",
     )
     parser.add_argument("--config", required=True, help="TOML file; a bare name is looked up in configs/")
     parser.add_argument("--gpus", type=int, metavar="N", help="all of them are used")
@@ -179,7 +180,11 @@ def _print_pipelines(args: argparse.Namespace, job: "Config", costs: "SampleCost
     smallest, found = templates.templates[0], report.compositions(templates)
     source = f"{len(costs.samples)} samples of {costs.job['source']}, {args.nodes} nodes of {maker.per_node} GPUs"
     print(for_terminal(f"{source}, at least {failures + 1} pipelines"))
-    print(f"stages of dp_shard {stage.dp_shard}, cp {stage.cp}, tp {stage.tp}; n_0 = {smallest.nodes} nodes\n")
+    print(f"stages of {report.described(stage)}; n_0 = {smallest.nodes}: a pipeline has at least as many nodes")
+    fewest, other = maker.fewest
+    if fewest < smallest.nodes:
+        print(f"slower, but of at least {fewest}: stages of {report.described(other)}")
+    print()
     print(report.table_of_templates(templates))
     print(report.table_of_compositions(found, templates))
     print(f"# {found[0].seconds:.3f} s an iteration on {sum(found[0].nodes)} nodes, simulated")

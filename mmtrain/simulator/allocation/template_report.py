@@ -18,6 +18,11 @@ def compositions(templates: Templates) -> list[Composition]:
     return found
 
 
+def described(stage: MeshShape) -> str:
+    """The degrees of a stage in a few words."""
+    return f"dp_shard {stage.dp_shard}, cp {stage.cp}, tp {stage.tp}"
+
+
 def table_of_templates(templates: Templates) -> str:
     """A line for each template, with its seconds at its share of the microbatches."""
     rows = [("nodes", "ranks", "peak GiB", "microbatches", "seconds")]
@@ -33,7 +38,7 @@ def table_of_compositions(found: Sequence[Composition], templates: Templates) ->
 
     Args: found: as of `compositions`. The ideal has the throughput of all nodes, in proportion to nodes.
     """
-    rows = [("nodes", "iteration s", "sums s", "of the ideal", "pipelines x microbatches")]
+    rows = [("nodes", "iteration s", "sums s", "against the ideal", "pipelines x microbatches")]
     for nodes, one in zip(range(templates.max_nodes, 0, -1), found, strict=False):
         ideal = found[0].seconds * templates.max_nodes / nodes
         pipelines = zip(one.depths, one.microbatches, strict=True)

@@ -59,6 +59,7 @@ class TemplateMaker:
     progress: Callable[[], None] = lambda: None
     """Called after each simulated template."""
     _made: dict[tuple[MeshShape, int], Template | Judged] = field(default_factory=dict, repr=False)
+    _smallest: dict[MeshShape, int] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         hardware = self.config.planner.hardware
@@ -120,9 +121,14 @@ class TemplateMaker:
         for nodes in range(1, self.nodes + 1):
             made = self.template(stage, nodes)
             if isinstance(made, Template):
-                return nodes
+                return self._smallest.setdefault(stage, nodes)
             closest = min([one for one in (closest, made) if one], key=lambda one: one.missing_bytes)
         raise _DoesNotFitError(closest)
+
+    @property
+    def fewest(self) -> tuple[int, MeshShape]:
+        """The least n_0 of all degrees that were tried, and the degrees."""
+        return min(((nodes, stage) for stage, nodes in self._smallest.items()), key=lambda one: one[0])
 
     def template(self, stage: MeshShape, nodes: int) -> Template | Judged:
         """The template of a number of nodes, or why there is none."""
@@ -131,26 +137,28 @@ class TemplateMaker:
             self.progress()
         return self._made[stage, nodes]
 
-    def share(self, stage: MeshShape, nodes: int) -> int:
-        """Microbatches of a replica of a pipeline that gets as many of a step's as it has of all nodes."""
-        of_replicas = self.config.training.global_batch_size / stage.dp
-        return min(int(of_replicas), max(1, round(of_replicas * nodes / self.nodes)))
+    def counts(self, stage: MeshShape, nodes: int) -> list[int]:
+        """Microbatches of a replica for which a template is simulated, ascending: one; its share of a step's on all
+        nodes, half and twice as many; and its share beside f of the smallest pipelines."""
+        others = self.max_failures * self._smallest.get(stage, nodes)
+        most = max(1, self.config.training.global_batch_size // stage.dp)
+        shares = (nodes / self.nodes * part for part in (0.5, 1, 2))
+        return sorted({1, *(min(most, max(1, round(most * part))) for part in (*shares, nodes / (nodes + others)))})
 
     # --------------------------------------------------------------------------------------- simulation
 
     def _simulated(self, stage: MeshShape, nodes: int) -> Template | Judged:
-        depth, share = nodes * self.per_node // stage.world_size, self.share(stage, nodes)
-        most = max(1, self.config.training.global_batch_size // stage.dp)
+        depth = nodes * self.per_node // stage.world_size
         points: list[tuple[int, float]] = []
         peak_bytes = 0.0
-        for count in sorted({1, max(1, share // 2), max(1, share), min(most, 2 * share)}, reverse=True):
+        for count in reversed(self.counts(stage, nodes)):
             values = values_of(replace(stage, pp=depth)) | {"training.global_batch_size": count * stage.dp}
             candidate = Candidate().having(values)
             judged = self._judge.judge(candidate, Effort(evaluations=self.evaluations))
             if judged.seconds:
                 points.append((count, judged.mean_s))
                 peak_bytes = max(peak_bytes, judged.peak_bytes)
-            elif count >= share:
+            elif not points:
                 return judged
         job = self._judge.scheduled(candidate)
         assert job is not None
