@@ -1,5 +1,6 @@
 """Templates and compositions as text. Pure."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 from mmtrain.config.topology import MeshShape
@@ -38,15 +39,15 @@ def table_of_compositions(found: Sequence[Composition], templates: Templates) ->
 
     Args: found: as of `compositions`. The ideal has the throughput of all nodes, in proportion to nodes.
     """
-    rows = [("nodes", "iteration s", "sums s", "against the ideal", "pipelines x microbatches")]
+    rows = [("nodes", "iteration s", "sums s", "against the ideal", "ranks x microbatches (pipelines)")]
     for nodes, one in zip(range(templates.max_nodes, 0, -1), found, strict=False):
         ideal = found[0].seconds * templates.max_nodes / nodes
-        pipelines = zip(one.depths, one.microbatches, strict=True)
-        shown = ", ".join(f"{depth} x {count}" for depth, count in pipelines)
+        pipelines = Counter(zip(one.depths, one.microbatches, strict=True))
+        shown = ", ".join(f"{depth} x {count} ({number})" for (depth, count), number in pipelines.items())
         idle = nodes - sum(one.nodes)
         shown += f" ({idle} idle)" if idle else ""
-        lost = f"{100 * ideal / one.seconds - 100:+.1f} %"
-        rows.append((str(nodes), f"{one.seconds:.3f}", f"{one.sums_s:.3f}", lost, shown))
+        gain = round(100 * ideal / one.seconds - 100, 1) + 0.0
+        rows.append((str(nodes), f"{one.seconds:.3f}", f"{one.sums_s:.3f}", f"{gain:+.1f} %", shown))
     return "\n".join(aligned(rows)) + "\n"
 
 
