@@ -92,7 +92,7 @@ def test_seconds_are_those_of_the_simulator(maker):
     job = Candidate().having(values_of(replace(WITH_SHARDS, pp=2))).job(maker.config)
     simulator = IterationSimulator.of(job, Machine.of(job).network)
     for count, seconds in made.points:
-        step = maker._typical[: 4 * count]
+        step = maker.typical[: 4 * count]
         metas = [IterationMeta(microbatches=step[i : i + count]) for i in range(0, len(step), count)]
         assert simulator.simulate(metas)[0].iteration_s == pytest.approx(seconds)
     assert made.seconds(5) == made.seconds(8) == made.points[1][1], "the fullest replica has two"
@@ -100,7 +100,7 @@ def test_seconds_are_those_of_the_simulator(maker):
 
 def test_the_beginnings_of_the_typical_step_are_typical(maker):
     pricer = SamplePricer.of(maker.config)
-    work = [pricer.microbatch_s(microbatch) for microbatch in maker._typical]
+    work = [pricer.microbatch_s(microbatch) for microbatch in maker.typical]
     assert len(work) == 16
     assert sum(work[:4]) / 4 == pytest.approx(sum(work) / 16, rel=0.25)
 

@@ -176,11 +176,11 @@ class TemplateMaker:
 
     @cached_property
     def _judge(self) -> Judge:
-        steps = self._typical
+        steps = self.typical
         return Judge(config=self.config, steps=lambda job: [steps[: job.training.global_batch_size]], seed=self.seed)
 
     @cached_property
-    def _typical(self) -> Step:
+    def typical(self) -> Step:
         """The microbatches of a step, such that each beginning of it has small and large ones in equal parts.
 
         By the golden ratio's sequence over the microbatches in the order of their work, from the middle one.
