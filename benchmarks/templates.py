@@ -12,11 +12,13 @@ line          how far the line between a template's points is from simulation, V
 """
 
 import argparse
+import math
 import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from mmtrain.commands.sample_files import drawn_costs
 from mmtrain.config import config
@@ -27,7 +29,6 @@ from mmtrain.simulator.allocation.degrees import values_of
 from mmtrain.simulator.allocation.judge import Effort, Judge
 from mmtrain.simulator.allocation.mapping import map_stages
 from mmtrain.simulator.allocation.templates import TemplateMaker
-from tests.simulator.test_mapping import divide_and_conquer
 
 LAYERS = (24, 32, 64, 96)
 THESIS = {
@@ -63,6 +64,43 @@ def planning() -> None:
                 map_stages(layers_of(count, per_node, spread), nodes)
                 cells.append(time.process_time() - begin)
             print(f"{nodes:5d}  {per_node:4d}  {count:6d}  {seconds:8.2f}  {cells[0]:12.3f}  {cells[1]:13.3f}")
+
+
+def divide_and_conquer(layers: Sequence[Sequence[float]], nodes: int) -> float:
+    """T1 + T2 + T3 by the thesis's algorithm, with half-open ranges, in which (2.1) to (2.3) keep layer k. A part's best
+    solution is that with the least T1 + T2 + T3 of the part, with N_b = 4 S'.
+
+    Args: layers: [GPUs - 1][layer] -> seconds.
+    """
+    per_node, num_layers = len(layers), len(layers[0])
+
+    @lru_cache(None)
+    def solve(count: int, low: int, high: int, gpus: int) -> tuple[float, float, float, int, float] | None:
+        """(T1, T2, T3, k*, slowest), None if it is infinite."""
+        if count == 1:
+            if gpus > per_node:
+                return None
+            seconds = sum(layers[gpus - 1][low:high])
+            return seconds, 2 * seconds, seconds, 0, seconds
+        best = None
+        step = per_node if gpus > per_node else 1
+        for first in range(1, count):
+            for cut in range(low + first, high - (count - first) + 1):
+                for given in range(step, gpus, step):
+                    one, two = solve(first, low, cut, given), solve(count - first, cut, high, gpus - given)
+                    if one is None or two is None:
+                        continue
+                    if one[4] >= two[4]:
+                        place, slowest, t3 = one[3], one[4], one[2] + two[0]
+                    else:
+                        place, slowest, t3 = first + two[3], two[4], two[2]
+                    found = (one[0] + two[0], (3 * count + place - 1) * slowest, t3, place, slowest)
+                    if best is None or sum(found[:3]) < sum(best[:3]):
+                        best = found
+        return best
+
+    found = [solve(count, 0, num_layers, nodes * per_node) for count in range(nodes, num_layers + 1)]
+    return min((sum(one[:3]) for one in found if one is not None), default=math.inf)
 
 
 def literal() -> None:

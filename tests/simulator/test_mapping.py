@@ -2,10 +2,10 @@
 
 import math
 import random
-from functools import lru_cache
 from itertools import combinations
 
 import pytest
+from templates import divide_and_conquer
 
 from mmtrain.simulator.allocation.mapping import map_stages
 
@@ -47,40 +47,6 @@ def least_of_all(layers, nodes):
             stages = [sum(layers[g - 1][a:b]) for g, (a, b) in zip(gpus, bounds, strict=True)]
             best = min(best, iteration_s(stages, 4 * len(stages)))
     return best
-
-
-def divide_and_conquer(layers, nodes):
-    """The thesis's algorithm with half-open ranges, in which (2.1) to (2.3) keep layer k. A part's best solution is
-    that with the least T1 + T2 + T3 of the part, with N_b = 4 S'."""
-    per_node, num_layers = len(layers), len(layers[0])
-
-    @lru_cache(None)
-    def solve(count, low, high, gpus):
-        """(T1, T2, T3, k*, slowest), None if it is infinite."""
-        if count == 1:
-            if gpus > per_node:
-                return None
-            seconds = sum(layers[gpus - 1][low:high])
-            return seconds, 2 * seconds, seconds, 0, seconds
-        best = None
-        step = per_node if gpus > per_node else 1
-        for first in range(1, count):
-            for cut in range(low + first, high - (count - first) + 1):
-                for given in range(step, gpus, step):
-                    one, two = solve(first, low, cut, given), solve(count - first, cut, high, gpus - given)
-                    if one is None or two is None:
-                        continue
-                    if one[4] >= two[4]:
-                        place, slowest, t3 = one[3], one[4], one[2] + two[0]
-                    else:
-                        place, slowest, t3 = first + two[3], two[4], two[2]
-                    found = (one[0] + two[0], (3 * count + place - 1) * slowest, t3, place, slowest)
-                    if best is None or sum(found[:3]) < sum(best[:3]):
-                        best = found
-        return best
-
-    found = [solve(count, 0, num_layers, nodes * per_node) for count in range(nodes, num_layers + 1)]
-    return min((sum(one[:3]) for one in found if one is not None), default=math.inf)
 
 
 CASES = [(4, 1, 1), (5, 2, 2), (6, 3, 2), (7, 2, 3), (8, 4, 1), (6, 2, 4), (5, 1, 4), (9, 3, 1)]
