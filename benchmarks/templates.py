@@ -67,7 +67,7 @@ def planning() -> None:
 
 
 def divide_and_conquer(layers: Sequence[Sequence[float]], nodes: int) -> float:
-    """T1 + T2 + T3 by the thesis's algorithm, with half-open ranges, in which (2.1) to (2.3) keep layer k. A part's best
+    """T1 + T2 + T3 by the thesis's algorithm with half-open ranges, in which (2.1) to (2.3) keep layer k. A part's best
     solution is that with the least T1 + T2 + T3 of the part, with N_b = 4 S'.
 
     Args: layers: [GPUs - 1][layer] -> seconds.
