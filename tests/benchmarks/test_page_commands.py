@@ -49,6 +49,7 @@ SMALL = {
     "python benchmarks/tuning.py --devices": "--models t2v_s --iterations 1 --evaluations 5 --microbatches 8 "
     "--repetitions 1 --unit-ms 1",
     "python benchmarks/separation.py": "2 4",
+    "python benchmarks/templates.py": "planning literal",
     "python benchmarks/cornstarch.py": "--models SSS --evaluations 5",
     "python benchmarks/entrain.py": "--setups h800,a40-1b --workloads mix --iterations 1 --evaluations 20 --replicas 2 "
     "--refinements 2",

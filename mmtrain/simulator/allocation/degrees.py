@@ -77,7 +77,7 @@ def estimates(config: Config, costs: SampleCosts, num_gpus: int) -> list[Estimat
     for mesh in meshes(config, num_gpus):
         key = mesh.tp, mesh.cp
         if key not in priced:
-            priced[key] = _priced(config, costs, mesh)
+            priced[key] = priced_layers(config, costs, mesh)
         if (layers := priced[key]) is not None and config.training.global_batch_size % mesh.dp == 0:
             made += _placements(config, layers, mesh)
     return sorted(made, key=lambda one: one.key)
@@ -88,7 +88,7 @@ def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _priced(config: Config, costs: SampleCosts, mesh: JobLayout) -> Mapping[str, Sequence[float]] | None:
+def priced_layers(config: Config, costs: SampleCosts, mesh: JobLayout) -> Mapping[str, Sequence[float]] | None:
     """Module -> [layer] -> seconds of forward and backward of a mean microbatch; None: tp or cp do not fit."""
     alone = replace(mesh, depths=(1,) * mesh.dp_replicate, dp_shard=mesh.pp * mesh.dp_shard)
     job = replace(

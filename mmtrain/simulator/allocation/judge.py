@@ -106,6 +106,11 @@ class Judge:
             mfu = flops / (fmean(seconds) * ranks.world_size / ranks.dp * machine.peak_flops)
         return Judged(**of_memory, seconds=seconds, bubble=fmean(step.bubble for step, _ in parts), mfu=mfu)
 
+    def scheduled(self, candidate: Candidate) -> ScheduledJob | None:
+        """The candidate as a job that can be simulated; None: it has none."""
+        made = self._job(candidate)
+        return None if isinstance(made, Judged) else made[0]
+
     def problem(self, candidate: Candidate, effort: Effort) -> PlanningProblem | None:
         """The planning problem of the first replica's first microbatches; None: the candidate does not run."""
         made = self._job(candidate)
