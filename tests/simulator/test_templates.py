@@ -175,9 +175,14 @@ def refused(capsys, *words):
         (["--gpus", "4", "--max-failures", "1"], "--max-failures 1 has no effect without --nodes"),
         (["--nodes", "4", "--p-error", "0.1"], "--p-error 0.1 has no effect with --nodes"),
         (["--nodes", "4"], '--nodes with planner.hardware = ""'),
+        (
+            ["--nodes", "4", "--cluster", "a40", "--training.global_batch_size=1"],
+            "training.global_batch_size = 1 microbatches are fewer than 2 pipelines (--max-failures 1) of 1 replicas",
+        ),
         (["--nodes", "1", "--cluster", "a40"], "2 pipelines of at least 1 nodes need 2; use more nodes"),
         (
-            ["--nodes", "1", "--cluster", "a40", "--planner.enable=true", "--planner.memory_limit=0.001GiB"],
+            ["--nodes", "1", "--cluster", "a40", "--planner.enable=true", "--planner.memory_limit=0.001GiB"]
+            + ["--training.global_batch_size=4"],
             "allocate: --nodes 1: no pipeline fits into their memory; the closest one (pp ",
         ),
     ],
