@@ -158,6 +158,9 @@ def test_the_command_prints_templates_compositions_and_toml(capsys):
     assert sum(pipelines) * math.prod(section.values()) == 32
 
 
+TOO_LITTLE = ["--planner.enable=true", "--planner.memory_limit=0.001GiB", "--training.global_batch_size=4"]
+
+
 def refused(capsys, *words):
     assert run(*words) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
@@ -181,8 +184,7 @@ def refused(capsys, *words):
         ),
         (["--nodes", "1", "--cluster", "a40"], "2 pipelines of at least 1 nodes need 2; use more nodes"),
         (
-            ["--nodes", "1", "--cluster", "a40", "--planner.enable=true", "--planner.memory_limit=0.001GiB"]
-            + ["--training.global_batch_size=4"],
+            ["--nodes", "1", "--cluster", "a40", *TOO_LITTLE],
             "allocate: --nodes 1: no pipeline fits into their memory; the closest one (pp ",
         ),
     ],
