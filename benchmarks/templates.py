@@ -174,7 +174,9 @@ def line() -> None:
             assert isinstance(made, Template)
             share, most = job.training.global_batch_size * nodes / 8 / stage.dp, made.points[-1][0]
             for count in sorted({2, 3, made.depth, most * 3 // 8, most * 5 // 8, most * 7 // 8}):
-                values = values_of(replace(stage, depths=(made.depth,))) | {"training.global_batch_size": count * stage.dp}
+                values = values_of(replace(stage, depths=(made.depth,))) | {
+                    "training.global_batch_size": count * stage.dp
+                }
                 if 1 < count <= most and count not in dict(made.points):
                     judged = judge.judge(Candidate().having(values), Effort(evaluations=20))
                     where = (

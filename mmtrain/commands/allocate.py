@@ -188,7 +188,7 @@ def _print_pipelines(args: argparse.Namespace, job: "Config", costs: "SampleCost
     print(report.table_of_templates(templates))
     print(report.table_of_compositions(found, templates))
     print(f"# {found[0].seconds:.3f} s an iteration on {sum(found[0].nodes)} nodes, simulated")
-    print(report.toml(stage, found[0]), end="")
+    print(report.toml(job, stage, found[0]), end="")
 
 
 def _print_stability(answer: "Allocation") -> None:

@@ -153,9 +153,14 @@ def test_the_command_prints_templates_compositions_and_toml(capsys):
     rows = [line.split() for line in out[out.index("iteration s") :].splitlines()[1:4]]
     assert [int(row[0]) for row in rows] == [4, 3, 2]
     section = tomllib.loads(out[out.index("[parallelism]") :])["parallelism"]
+    made = config.load("debug_text.toml", [f"--parallelism.{key}={value}" for key, value in section.items()])
+    assert made.parallelism.layout.world_size == 32
     pipelines = section.pop("pipelines")
     assert len(pipelines) >= 2
     assert sum(pipelines) * math.prod(section.values()) == 32
+
+
+TOO_LITTLE = ["--planner.enable=true", "--planner.memory_limit=0.001GiB", "--training.global_batch_size=4"]
 
 
 def refused(capsys, *words):
@@ -175,9 +180,13 @@ def refused(capsys, *words):
         (["--gpus", "4", "--max-failures", "1"], "--max-failures 1 has no effect without --nodes"),
         (["--nodes", "4", "--p-error", "0.1"], "--p-error 0.1 has no effect with --nodes"),
         (["--nodes", "4"], '--nodes with planner.hardware = ""'),
+        (
+            ["--nodes", "4", "--cluster", "a40", "--training.global_batch_size=1"],
+            "training.global_batch_size = 1 microbatches are fewer than 2 pipelines (--max-failures 1) of 1 replicas",
+        ),
         (["--nodes", "1", "--cluster", "a40"], "2 pipelines of at least 1 nodes need 2; use more nodes"),
         (
-            ["--nodes", "1", "--cluster", "a40", "--planner.enable=true", "--planner.memory_limit=0.001GiB"],
+            ["--nodes", "1", "--cluster", "a40", *TOO_LITTLE],
             "allocate: --nodes 1: no pipeline fits into their memory; the closest one (pp ",
         ),
     ],

@@ -141,11 +141,7 @@ class Templates:
                 f"{self.max_failures}) of at least {smallest.nodes} nodes; use at least {least * smallest.nodes} "
                 "nodes, or tolerate fewer failures"
             )
-        if self.microbatches < least * smallest.replicas:
-            raise ConfigError(
-                f"allocate: training.global_batch_size = {self.microbatches} microbatches are fewer than {least} "
-                f"pipelines (--max-failures {self.max_failures}) of {smallest.replicas} replicas; raise it"
-            )
+        check_microbatches(self.microbatches, self.max_failures, smallest.replicas)
 
     def of(self, nodes: int) -> Template | None:
         """The template of a number of nodes; None: there is none."""
@@ -233,6 +229,18 @@ class Templates:
         if seconds not in self._knapsacks:
             self._knapsacks[seconds] = _Knapsack.of(self, seconds)
         return self._knapsacks[seconds]
+
+
+def check_microbatches(microbatches: int, max_failures: int, replicas: int) -> None:
+    """Checks that each replica of f + 1 pipelines gets a microbatch. Args: replicas: of a pipeline.
+
+    Raises: ConfigError: they do not.
+    """
+    if microbatches < (max_failures + 1) * replicas:
+        raise ConfigError(
+            f"allocate: training.global_batch_size = {microbatches} microbatches are fewer than {max_failures + 1} "
+            f"pipelines (--max-failures {max_failures}) of {replicas} replicas; raise it, or tolerate fewer failures"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

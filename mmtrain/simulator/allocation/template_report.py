@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
+from mmtrain.config.config import Config, value_of
 from mmtrain.config.topology import JobLayout
 from mmtrain.simulator.allocation.candidate import toml_of
 from mmtrain.simulator.allocation.compositions import Composition, Templates
@@ -51,10 +52,12 @@ def table_of_compositions(found: Sequence[Composition], templates: Templates) ->
     return "\n".join(aligned(rows)) + "\n"
 
 
-def toml(stage: JobLayout, composition: Composition) -> str:
-    """What to put into the job's TOML file for a composition. Args: stage: degrees of a stage."""
+def toml(config: Config, stage: JobLayout, composition: Composition) -> str:
+    """What to put into a job's TOML file for a composition. Args: stage: degrees of a stage."""
+    replaced = ("parallelism.pipeline_parallel_degree", "parallelism.data_parallel_replicate_degree")
     return toml_of(
         {
+            **{key: 1 for key in replaced if value_of(config, key) != 1},
             "parallelism.pipelines": list(composition.depths),
             "parallelism.data_parallel_shard_degree": stage.dp_shard,
             "parallelism.context_parallel_degree": stage.cp,

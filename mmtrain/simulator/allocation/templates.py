@@ -27,7 +27,7 @@ from mmtrain.planner.assignment.sample_costs import SampleCosts, SamplePricer
 from mmtrain.planner.memory.rank_state import Sharding
 from mmtrain.planner.partition.partition import Partition
 from mmtrain.simulator.allocation.candidate import Candidate
-from mmtrain.simulator.allocation.compositions import Layer, Template, Templates
+from mmtrain.simulator.allocation.compositions import Layer, Template, Templates, check_microbatches
 from mmtrain.simulator.allocation.degrees import divisors, priced_layers, values_of
 from mmtrain.simulator.allocation.judge import GIB, Effort, Judge, Judged
 from mmtrain.simulator.allocation.mapping import map_stages
@@ -116,7 +116,8 @@ class TemplateMaker:
         return self._of([one for one in made if isinstance(one, Template)])
 
     def smallest(self, stage: JobLayout) -> int:
-        """n_0 of some degrees of a stage. Raises: ConfigError: more than all nodes."""
+        """n_0 of some degrees of a stage. Raises: ConfigError: more than all nodes, or too few microbatches."""
+        check_microbatches(self.config.training.global_batch_size, self.max_failures, stage.dp)
         closest: Judged | None = None
         for nodes in range(1, self.nodes + 1):
             made = self.template(stage, nodes)
@@ -234,7 +235,7 @@ class TemplateMaker:
         """Nodes of the largest template. Raises: ConfigError: there are fewer than f + 1 times the smallest."""
         pipelines = self.max_failures + 1
         if self.nodes < pipelines * smallest:
-            raise ConfigError(
+            raise _TooFewNodesError(
                 f"allocate: --nodes {self.nodes} with --max-failures {self.max_failures}: {pipelines} pipelines of at "
                 f"least {smallest} nodes need {pipelines * smallest}; use more nodes, or tolerate fewer failures"
             )
@@ -242,11 +243,10 @@ class TemplateMaker:
 
     def _why_none(self, problems: Sequence[ConfigError]) -> ConfigError:
         """The error of the degrees that come closest."""
-        fit = [one for one in problems if not isinstance(one, _DoesNotFitError)]
-        few = [one for one in fit if "--max-failures" in str(one)]
+        few = [one for one in problems if isinstance(one, _TooFewNodesError)]
         closest = [one.judged for one in problems if isinstance(one, _DoesNotFitError) and one.judged]
         if few or not closest:
-            return (few or fit)[0]
+            return [*few, *problems][0]
         one = min(closest, key=lambda judged: judged.missing_bytes)
         if one.missing_bytes == math.inf:
             return ConfigError(f"allocate: no pipeline runs on {self.nodes} nodes (--nodes); the first: {one.problem}")
@@ -256,6 +256,10 @@ class TemplateMaker:
             f"dp_shard {mesh.dp_shard}, cp {mesh.cp}, tp {mesh.tp}) lacks {one.missing_bytes / GIB:.1f} GiB on pp_rank "
             f'{one.peak_rank}; use more nodes, optimizer.moments_dtype = "bfloat16", or shorter training.seq_len'
         )
+
+
+class _TooFewNodesError(ConfigError):
+    """A pipeline fits, but not f + 1."""
 
 
 class _DoesNotFitError(ConfigError):
