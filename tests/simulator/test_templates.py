@@ -153,7 +153,8 @@ def test_the_command_prints_templates_compositions_and_toml(capsys):
     rows = [line.split() for line in out[out.index("iteration s") :].splitlines()[1:4]]
     assert [int(row[0]) for row in rows] == [4, 3, 2]
     section = tomllib.loads(out[out.index("[parallelism]") :])["parallelism"]
-    made = config.load("debug_text.toml", [f"--parallelism.{key}={value}" for key, value in section.items()])
+    words = ["--training.global_batch_size=16"]
+    made = config.load("debug_text.toml", [*words, *(f"--parallelism.{key}={value}" for key, value in section.items())])
     assert made.parallelism.layout.world_size == 32
     pipelines = section.pop("pipelines")
     assert len(pipelines) >= 2
