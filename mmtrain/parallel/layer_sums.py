@@ -20,9 +20,7 @@ from torch import Tensor
 from mmtrain.errors import PlanError
 from mmtrain.parallel.grads import fill_missing_grads, local_part
 from mmtrain.parallel.mesh import Mesh
-
-MOST_ELEMENTS = 1 << 25
-"""Of a message: 128 MiB of float32."""
+from mmtrain.simulator.pipeline_sums import MOST_ELEMENTS
 
 
 class _Held(NamedTuple):

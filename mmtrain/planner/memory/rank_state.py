@@ -141,30 +141,28 @@ class Sharding:
             updated_params=updated,
         )
 
-    def gather_s(self, network: Network, stage: StageState, pp_rank: int) -> float:
+    def gather_s(self, network: Network, stage: StageState, pp_rank: int, pipeline: int = 0) -> float:
         """Seconds of a stage's UNSHARD: an all-gather of its parameters in the dtype of compute."""
         if not self.enabled or not stage.gathered_once:
             return 0.0
         num_bytes = self.param_dtype_bytes * stage.num_params
-        return network.collective_s(OpKind.ALL_GATHER, num_bytes, self._shard_ranks(pp_rank, stage.whole))
+        return network.collective_s(OpKind.ALL_GATHER, num_bytes, self._shard_ranks(stage, pp_rank, pipeline))
 
-    def reduce_s(self, network: Network, stage: StageState, pp_rank: int) -> float:
-        """Seconds of a stage's REDUCE: a reduce-scatter over the shards, then an all-reduce over the replicas."""
+    def reduce_s(self, network: Network, stage: StageState, pp_rank: int, pipeline: int = 0) -> float:
+        """Seconds of a stage's REDUCE: a reduce-scatter of its gradients over the shards."""
         if not self.enabled:
             return 0.0
         num_bytes = self.reduce_dtype_bytes * stage.num_trainable
-        scatter = network.collective_s(OpKind.REDUCE_SCATTER, num_bytes, self._shard_ranks(pp_rank, stage.whole))
-        copies = [self.shape.rank(Coordinates(pipeline=r, pp=pp_rank)) for r in range(self.shape.dp_replicate)]
-        return scatter + network.collective_s(OpKind.ALL_REDUCE, num_bytes / stage.shards, copies)
+        return network.collective_s(OpKind.REDUCE_SCATTER, num_bytes, self._shard_ranks(stage, pp_rank, pipeline))
 
-    def _shard_ranks(self, pp_rank: int, is_whole: bool) -> list[int]:
+    def _shard_ranks(self, stage: StageState, pp_rank: int, pipeline: int) -> list[int]:
         """The global ranks of one FSDP2 group."""
         shape = self.shape
         return [
-            shape.rank(Coordinates(pp=pp_rank, dp_shard=d, cp=c, tp=t))
+            shape.rank(Coordinates(pipeline=pipeline, pp=pp_rank, dp_shard=d, cp=c, tp=t))
             for d in range(shape.dp_shard)
             for c in range(shape.cp)
-            for t in range(shape.tp if is_whole else 1)
+            for t in range(shape.tp if stage.whole else 1)
         ]
 
 

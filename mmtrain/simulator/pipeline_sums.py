@@ -1,0 +1,105 @@
+"""The runtime's sums of gradients over pipelines and over copies of a tied matrix: messages and seconds. Pure.
+
+Layers with equal holders in a row are one message, the last layer first. A message starts once the gradients of all its
+holders are reduced and all messages before it have started on them. Messages that share a rank follow each other there,
+as they share its link.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from mmtrain.config.topology import Coordinates
+from mmtrain.costs.machine import Network
+from mmtrain.costs.operators.graph import OpKind
+from mmtrain.planner.memory.rank_state import Sharding
+from mmtrain.planner.partition.partition import Partition
+from mmtrain.spec.spec import ModelSpec
+
+MOST_ELEMENTS = 1 << 25
+"""Of a message: 128 MiB of float32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SumMessage:
+    """Gradients of layers with equal holders."""
+
+    holders: tuple[tuple[int, int], ...]
+    """(pipeline, its stage) of each copy."""
+    ranks: tuple[int, ...]
+    """The global ranks that add them up, those of one position in a stage."""
+    num_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSums:
+    """The messages of a step, in their order."""
+
+    messages: tuple[SumMessage, ...]
+    seconds: tuple[float, ...]
+    """[message]"""
+
+    @classmethod
+    def of(
+        cls, partitions: Sequence[Partition], spec: ModelSpec, sharding: Sharding, network: Network
+    ) -> "PipelineSums":
+        """The sums of a job. Args: partitions: [pipeline]."""
+        messages = _messages(partitions, spec, sharding)
+        seconds = tuple(network.collective_s(OpKind.ALL_REDUCE, one.num_bytes, one.ranks) for one in messages)
+        return cls(messages=messages, seconds=seconds)
+
+    def end_s(self, reduced_s: Sequence[Sequence[float]]) -> float:
+        """When all gradients are complete. Args: reduced_s: [pipeline][stage] -> when its REDUCE has ended."""
+        free_s: dict[int, float] = {}
+        for message, seconds in zip(self.messages, self.seconds, strict=True):
+            start_s = max(reduced_s[pipeline][stage] for pipeline, stage in message.holders)
+            end_s = max([start_s, *(free_s.get(rank, 0.0) for rank in message.ranks)]) + seconds
+            free_s.update(dict.fromkeys(message.ranks, end_s))
+        return max([*map(max, reduced_s), *free_s.values()])
+
+
+def _messages(partitions: Sequence[Partition], spec: ModelSpec, sharding: Sharding) -> tuple[SumMessage, ...]:
+    """The messages in the order in which all ranks walk them."""
+    elements, holders = _layer_elements(partitions[0], spec, sharding), _layer_holders(partitions, spec)
+    found: list[SumMessage] = []
+    for key, layers in groupby(reversed(elements), holders.__getitem__):
+        if len(key) == 1:
+            continue
+        total = sum(elements[layer] for layer in layers)
+        count = math.ceil(total / MOST_ELEMENTS)
+        places = (Coordinates(pipeline=pipeline, pp=partitions[pipeline].stage_rank[stage]) for pipeline, stage in key)
+        ranks = tuple(sorted({sharding.shape.rank(place) for place in places}))
+        num_bytes = sharding.reduce_dtype_bytes * total / count
+        found += [SumMessage(holders=key, ranks=ranks, num_bytes=num_bytes)] * count
+    return tuple(found)
+
+
+def _layer_elements(partition: Partition, spec: ModelSpec, sharding: Sharding) -> dict[tuple[str, int], float]:
+    """(module, layer) -> trainable parameters of a rank's shard, in forward order; only layers that have some.
+
+    A tied matrix counts where it is first.
+    """
+    found: dict[tuple[str, int], float] = {}
+    for stage in partition.stages:
+        for index, layer in enumerate(spec.module(stage.module).layers[slice(*stage.layers)], stage.layers[0]):
+            state = sharding.stage_state(spec, replace(stage, layers=(index, index + 1)))
+            if layer.num_trainable_params:
+                tied = layer.num_shared_params / layer.num_trainable_params if layer.adapters is None else 0.0
+                found[stage.module, index] = (1 - tied) * state.num_trainable / state.shards
+    return found
+
+
+def _layer_holders(
+    partitions: Sequence[Partition], spec: ModelSpec
+) -> dict[tuple[str, int], tuple[tuple[int, int], ...]]:
+    """(module, layer) -> (pipeline, stage) of those that hold it, ascending."""
+    found: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    for pipeline, partition in enumerate(partitions):
+        for stage in partition.stages:
+            for index in range(*stage.layers):
+                found.setdefault((stage.module, index), []).append((pipeline, stage.index))
+    if spec.tied_embeddings:
+        name, last = spec.text.name, len(spec.text.layers) - 1
+        found[name, 0] += found[name, last]
+    return {layer: tuple(sorted(set(held))) for layer, held in found.items()}
