@@ -38,7 +38,7 @@ def main() -> None:
             figures: dict[str, list[float]] = {}
             for meta in batches:
                 times = [time.process_time()]
-                _, problem = IterationPlanner(simulator.job).problem(meta)
+                _, problem = IterationPlanner(simulator.jobs[0]).problem(meta)
                 times.append(time.process_time())
                 plan = CATALOGUE[schedule].make(problem)
                 times.append(time.process_time())

@@ -51,7 +51,8 @@ class Machine:
     def of(cls, config: Config) -> "Machine":
         """The machine of a job: that of `planner.hardware`, or a nominal one.
 
-        Raises: ConfigError: the hardware does not exist, or its number of accelerators does not fit the job's ranks.
+        Raises: ConfigError: the hardware does not exist, its number of accelerators does not fit the job's ranks, or
+            pipelines of unequal depth have a stage on several nodes.
         """
         section = config.planner
         costs = f"FLOPs over planner.flops_per_s = {section.flops_per_s:.3g}"
@@ -76,6 +77,7 @@ class Machine:
                 f"planner.hardware = {section.hardware!r} (--cluster) has {cluster.num_gpus} accelerators, but the "
                 f"degrees of [parallelism] make {world} ranks; change a degree, or name {hardware.name}x{world}"
             )
+        config.parallelism.layout.check_nodes(hardware.gpus_per_node)
         dtype_bytes = DTYPE_BYTES[config.training.mixed_precision_param]
         return cls(
             name=f"{hardware.name}x{cluster.num_gpus}",

@@ -20,7 +20,9 @@ from torch import Tensor
 from mmtrain.errors import PlanError
 from mmtrain.parallel.grads import fill_missing_grads, local_part
 from mmtrain.parallel.mesh import Mesh
-from mmtrain.simulator.pipeline_sums import MOST_ELEMENTS
+
+MOST_ELEMENTS = 1 << 25
+"""Of a message: 128 MiB of float32."""
 
 
 class _Held(NamedTuple):

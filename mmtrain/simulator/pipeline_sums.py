@@ -2,10 +2,10 @@
 
 Layers with equal holders in a row are one message, the last layer first. A message starts once the gradients of all its
 holders are reduced and all messages before it have started on them. Messages that share a rank follow each other there,
-as they share its link.
+as they share its link. The runtime divides long messages; the parts are queued together, so that a message has one
+latency here.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -16,9 +16,6 @@ from mmtrain.costs.operators.graph import OpKind
 from mmtrain.planner.memory.rank_state import Sharding
 from mmtrain.planner.partition.partition import Partition
 from mmtrain.spec.spec import ModelSpec
-
-MOST_ELEMENTS = 1 << 25
-"""Of a message: 128 MiB of float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +63,10 @@ def _messages(partitions: Sequence[Partition], spec: ModelSpec, sharding: Shardi
     for key, layers in groupby(reversed(elements), holders.__getitem__):
         if len(key) == 1:
             continue
-        total = sum(elements[layer] for layer in layers)
-        count = math.ceil(total / MOST_ELEMENTS)
         places = (Coordinates(pipeline=pipeline, pp=partitions[pipeline].stage_rank[stage]) for pipeline, stage in key)
         ranks = tuple(sorted({sharding.shape.rank(place) for place in places}))
-        num_bytes = sharding.reduce_dtype_bytes * total / count
-        found += [SumMessage(holders=key, ranks=ranks, num_bytes=num_bytes)] * count
+        num_bytes = sharding.reduce_dtype_bytes * sum(elements[layer] for layer in layers)
+        found.append(SumMessage(holders=key, ranks=ranks, num_bytes=num_bytes))
     return tuple(found)
 
 

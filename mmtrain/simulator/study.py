@@ -40,7 +40,8 @@ class Question:
     """Name of a workload; empty: see `usual_workload`."""
     num_iterations: int = 40
     num_replicas: int = 2
-    """Largest number of data-parallel replicas to simulate; each reads its own part of a step."""
+    """Largest number of data-parallel replicas to simulate; each reads its own part of a step. Of pipelines of unequal
+    depth all are."""
     seed: int = 0
     """Seed of the workload."""
     image_side: int | None = None
@@ -71,7 +72,8 @@ class Question:
     @property
     def simulated_replicas(self) -> int:
         """Number of simulated replicas."""
-        return min(self.num_replicas, self.config.parallelism.layout.dp)
+        layout = self.config.parallelism.layout
+        return min(self.num_replicas, layout.dp) if layout.is_even else layout.dp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +84,8 @@ class Answer:
     iterations: tuple[SimulatedIteration, ...] = ()
     first: Timeline | None = None
     """The pipeline of the first iteration's slowest replica."""
-    budget: MemoryBudget | None = None
-    """The memory of the ranks; None: there is no limit."""
+    budgets: tuple[MemoryBudget, ...] = ()
+    """The memory of the ranks of each depth; empty: there is no limit."""
     problem: str = ""
     """Why there are no iterations; empty if there are some."""
     notes: tuple[str, ...] = ()
@@ -93,10 +95,10 @@ class Answer:
         """The mean over the iterations. Args: field: name of a number in `SimulatedIteration`."""
         return statistics.fmean(getattr(step, field) for step in self.iterations)
 
-    def mfu(self, ranks: int, peak_flops: float) -> float:
+    def mfu(self, ranks: float, peak_flops: float) -> float:
         """Model FLOPs over the peak FLOPs of one replica in the time of all iterations (a fraction).
 
-        Args: ranks: of one replica. peak_flops: FLOP/s of one rank.
+        Args: ranks: of one replica, mean over them. peak_flops: FLOP/s of one rank.
         """
         seconds = sum(step.iteration_s for step in self.iterations)
         return sum(step.flops for step in self.iterations) / (seconds * ranks * peak_flops)
@@ -109,7 +111,10 @@ class Answer:
 
     @property
     def most_loaded(self) -> tuple[int, float]:
-        """The pipeline rank with the highest peak memory in any iteration, and its bytes."""
+        """The pipeline rank with the highest peak memory in any iteration, and its bytes.
+
+        Of pipelines of unequal depth, its index among the ranks of all.
+        """
         peaks = [max(step.peak_bytes[rank] for step in self.iterations) for rank in range(self.num_ranks)]
         rank = max(range(self.num_ranks), key=peaks.__getitem__)
         return rank, peaks[rank]
@@ -187,7 +192,7 @@ def with_schedule(config: Config, schedule: str, evaluations: int = 1) -> tuple[
     planner = config.planner
     if schedule == PLANNED:
         return _with_search(config, evaluations)
-    keeps_limits = schedule_of(schedule, config.parallelism.pipeline_parallel_degree).keeps_memory_limits
+    keeps_limits = schedule_of(schedule, config.parallelism.layout.pp).keeps_memory_limits
     if planner.activation_memory_gib and not keeps_limits:
         planner = replace(planner, activation_memory_gib=0.0)
         notes = (f"{schedule} bounds activations by its own rule; planner.activation_memory_gib is left out",)
@@ -245,18 +250,23 @@ class ScheduledJob:
             job, machine.network, searches=searches, peak_flops=machine.peak_flops, tells_apart=tells_apart
         )
         as_simulated = replace(job, planner=replace(job.planner, enable=searches))
-        assigner = StepAssigner.of(as_simulated, simulator.job) if job.assignment.policy != "none" else None
+        assigner = StepAssigner.of(as_simulated, simulator.jobs[0]) if job.assignment.policy != "none" else None
         return cls(config=job, simulator=simulator, assigner=assigner, notes=notes)
 
-    def simulate(self, metas: Sequence[IterationMeta], *, seed: int, step: int) -> tuple[SimulatedIteration, Timeline]:
+    def simulate(
+        self, metas: Sequence[IterationMeta], *, seed: int, step: int, replicas: Sequence[int] = ()
+    ) -> tuple[SimulatedIteration, Timeline]:
         """One iteration. Arguments and errors: see `IterationSimulator.simulate`."""
         given = metas if self.assigner is None else self.assigner.reassigned(metas)
-        return self.simulator.simulate(given, seed=seed, step=step)
+        return self.simulator.simulate(given, seed=seed, step=step, replicas=replicas)
 
     @property
-    def budget(self) -> MemoryBudget:
-        """The memory of its ranks."""
-        return MemoryRule.of(self.config).budget(self.simulator.job.spec, self.simulator.job.partition)
+    def budgets(self) -> tuple[MemoryBudget, ...]:
+        """The memory of the ranks of each depth of pipelines; empty: there is no limit."""
+        rule = MemoryRule.of(self.config)
+        jobs = {job.partition.num_ranks: job for job in self.simulator.jobs}.values()
+        budgets = (rule.budget(job.spec, job.partition) for job in jobs)
+        return tuple(budget for budget in budgets if budget.limited)
 
 
 def _answer(
@@ -266,7 +276,6 @@ def _answer(
     batches: Sequence[Sequence[IterationMeta]],
     progress: Callable[[str, int], None],
 ) -> Answer:
-    limited = job.budget if job.budget.limited else None
     steps: list[SimulatedIteration] = []
     first: Timeline | None = None
     for metas in batches:
@@ -274,11 +283,11 @@ def _answer(
             step, timeline = job.simulate(metas, seed=question.seed, step=len(steps))
         except PlanError as error:
             fault = f"iteration {len(steps)}: {error}"
-            return Answer(schedule=schedule, problem=fault, budget=limited, notes=job.notes)
+            return Answer(schedule=schedule, problem=fault, budgets=job.budgets, notes=job.notes)
         first = first or timeline
         steps.append(step)
         progress(schedule, len(steps))
-    return Answer(schedule=schedule, iterations=tuple(steps), first=first, budget=limited, notes=job.notes)
+    return Answer(schedule=schedule, iterations=tuple(steps), first=first, budgets=job.budgets, notes=job.notes)
 
 
 def _notes(question: Question, machine: Machine) -> list[str]:

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from mmtrain.config.config import Config
+from mmtrain.config.topology import JobLayout
 from mmtrain.costs.machine import Machine
 from mmtrain.simulator.breakdown import label
 from mmtrain.simulator.study import Answer, Report
@@ -28,7 +29,7 @@ def table(report: Report) -> str:
         "",
     ]
     answers = [answer for answer in report.answers if not answer.problem]
-    lines += aligned([_COLUMNS, *(_row(answer, machine, shape.world_size // shape.dp) for answer in answers)])
+    lines += aligned([_COLUMNS, *(_row(answer, machine, shape) for answer in answers)])
     if answers:
         lines += ["", "% of ranks x seconds, 100 in all:", *aligned(breakdown_rows(answers))]
         lines += ["", "standard deviation in seconds, of the microbatches of a module and of the replicas:"]
@@ -72,10 +73,10 @@ def _most_tokens(config: Config) -> str:
     return "" if config.model.reads_clips else f" of up to {config.training.seq_len} tokens"
 
 
-def _row(answer: Answer, machine: Machine, ranks: int) -> tuple[str, ...]:
+def _row(answer: Answer, machine: Machine, shape: JobLayout) -> tuple[str, ...]:
     times = [step.iteration_s for step in answer.iterations]
     rank, peak = answer.most_loaded
-    mfu = "-" if machine.peak_flops is None else f"{100 * answer.mfu(ranks, machine.peak_flops):.1f} %"
+    mfu = "-" if machine.peak_flops is None else f"{100 * answer.mfu(_ranks(shape), machine.peak_flops):.1f} %"
     return (
         answer.schedule,
         f"{sum(times) / len(times):.3f}",
@@ -86,16 +87,28 @@ def _row(answer: Answer, machine: Machine, ranks: int) -> tuple[str, ...]:
         f"{answer.mean('gather_s'):.3f}",
         f"{answer.mean('reduce_s'):.3f}",
         f"{answer.mean('optimizer_s'):.3f}",
-        f"{peak / GIB:.3g} (pp_rank {rank})",
+        f"{peak / GIB:.3g} ({_described(rank, shape)})",
     )
+
+
+def _ranks(shape: JobLayout) -> float:
+    """Ranks of one replica, mean over them."""
+    return shape.world_size / shape.dp
+
+
+def _described(rank: int, shape: JobLayout) -> str:
+    """A pipeline rank in words. Args: rank: as of `Answer.most_loaded`."""
+    place = shape.coordinates(rank * shape.stage_size)
+    return f"pp_rank {place.pp}" + ("" if shape.is_even else f" of pipeline {place.pipeline}")
 
 
 def _budgets(report: Report) -> list[str]:
     """The memory budgets under a limit, once for all schedules with equal budgets."""
     schedules: dict[str, list[str]] = {}
     for answer in report.answers:
-        if answer.budget:
-            schedules.setdefault(answer.budget.table(), []).append(answer.schedule)
+        for budget in answer.budgets:
+            depth = "" if len(answer.budgets) == 1 else f" (pipelines of {len(budget.ranks)} ranks)"
+            schedules.setdefault(budget.table(), []).append(answer.schedule + depth)
     return [line for text, names in schedules.items() for line in ("", f"{', '.join(names)}: {text}")]
 
 
@@ -109,9 +122,10 @@ def _faults(report: Report) -> list[str]:
         rank, peak = answer.most_loaded
         limit = report.machine.memory_bytes
         if limit is not None and peak > limit:
+            where = _described(rank, report.question.config.parallelism.layout)
             fixed = peak - max(step.activation_bytes[rank] for step in answer.iterations)
             faults.append(
-                f"{answer.schedule}: OUT OF MEMORY: pp_rank {rank} needs {peak / GIB:.3g} GiB ({fixed / GIB:.3g} of "
+                f"{answer.schedule}: OUT OF MEMORY: {where} needs {peak / GIB:.3g} GiB ({fixed / GIB:.3g} of "
                 "them parameters, gradients and optimizer state), but a device of "
                 f"{report.machine.name} has {limit / GIB:.3g}; recompute more (activation_checkpoint.mode), raise a "
                 "degree, or set planner.memory_limit"
@@ -138,18 +152,19 @@ def to_json(report: Report) -> dict[str, Any]:
         "replicas": question.simulated_replicas,
         "notes": list(report.notes),
         f"{question.counted}_per_microbatch": list(report.images),
-        "schedules": [_answer_json(answer, machine, shape.world_size // shape.dp) for answer in report.answers],
+        "schedules": [_answer_json(answer, machine, shape) for answer in report.answers],
     }
 
 
-def _answer_json(answer: Answer, machine: Machine, ranks: int) -> dict[str, Any]:
+def _answer_json(answer: Answer, machine: Machine, shape: JobLayout) -> dict[str, Any]:
     if answer.problem:
         return {"schedule": answer.schedule, "problem": answer.problem}
     rank, peak = answer.most_loaded
+    place = shape.coordinates(rank * shape.stage_size)
     return {
         "schedule": answer.schedule,
         "iteration_s": answer.mean("iteration_s"),
-        "mfu": None if machine.peak_flops is None else answer.mfu(ranks, machine.peak_flops),
+        "mfu": None if machine.peak_flops is None else answer.mfu(_ranks(shape), machine.peak_flops),
         "bubble": answer.mean("bubble"),
         "breakdown": answer.breakdown.by_label,
         "spread_s": {
@@ -159,7 +174,8 @@ def _answer_json(answer: Answer, machine: Machine, ranks: int) -> dict[str, Any]
         "replica_spread_s": answer.mean("replica_spread_s"),
         "deferred": answer.mean("num_deferred"),
         "peak_bytes": peak,
-        "peak_pp_rank": rank,
+        "peak_pp_rank": place.pp,
+        **({} if shape.is_even else {"peak_pipeline": place.pipeline}),
         "fits": None if machine.memory_bytes is None else peak <= machine.memory_bytes,
         "iterations": [asdict(step) | {"breakdown": step.breakdown.by_label} for step in answer.iterations],
     }

@@ -1,17 +1,20 @@
 """Simulation of a whole training iteration: the replicas' pipelines, gathers, reductions and the optimizer. Pure.
 
 In an iteration, parameters are gathered (hidden by the pipeline's start if they arrive in time), every replica runs its
-own plan, each pipeline rank reduces its gradients as soon as all of its replicas have ended, and after the last
-reduction the optimizer steps. Loading, planning and logging are not simulated: they run ahead or on the host.
+own plan, each pipeline rank reduces its gradients as soon as all of its replicas have ended, and adds them to those of
+other pipelines (`pipeline_sums`). After the last sum the optimizer steps. Loading, planning and logging are not
+simulated: they run ahead or on the host.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from statistics import fmean, pstdev
+from typing import NamedTuple
 
-from mmtrain.config.config import Config
+from mmtrain.config.config import Config, each_pipeline
+from mmtrain.config.topology import JobLayout
 from mmtrain.costs.cost_model import CostModel
 from mmtrain.costs.machine import Network
 from mmtrain.errors import ConfigError, PlanError
@@ -33,6 +36,7 @@ from mmtrain.schedule.timeline import Timeline
 from mmtrain.simulator.breakdown import Breakdown, Part, Parts, computing
 from mmtrain.simulator.job import make_job
 from mmtrain.simulator.partition_choice import choose_partition
+from mmtrain.simulator.pipeline_sums import PipelineSums
 from mmtrain.simulator.replicated import held_partition, replicated_choice, rerun
 
 
@@ -55,9 +59,10 @@ class SimulatedIteration:
     flops: float
     """Mean model FLOPs of a replica, without weight gradients of frozen parts and without recomputation."""
     activation_bytes: tuple[float, ...]
-    """[pp_rank] -> peak bytes of activations, the largest over the replicas; recomputation included."""
+    """[pp_rank] -> peak bytes of activations, the largest over the replicas; recomputation included. Of pipelines of
+    unequal depth the ranks of all, one pipeline after the other."""
     peak_bytes: tuple[float, ...]
-    """[pp_rank] -> peak bytes in total."""
+    """Peak bytes in total, of the same ranks."""
     num_images: int
     """Images of all simulated replicas."""
     num_microbatches: int
@@ -76,8 +81,8 @@ class SimulatedIteration:
 
 
 @dataclass(frozen=True, kw_only=True)
-class IterationSimulator:
-    """Simulates iterations of one job under one schedule."""
+class SimulatedPipeline:
+    """What the replicas of one pipeline share."""
 
     job: Job
     states: tuple[RankState, ...]
@@ -86,6 +91,79 @@ class IterationSimulator:
     """[pp_rank][i] -> seconds of the UNSHARD of its i-th stage; they run one after the other."""
     reduce_s: tuple[float, ...]
     """[pp_rank] -> seconds of all its REDUCE."""
+
+    @classmethod
+    def of(
+        cls, job: Job, index: int, sharding: Sharding, network: Network, *, replicated: bool = False
+    ) -> "SimulatedPipeline":
+        """One of a job's pipelines. Args: replicated: as of `IterationSimulator`."""
+        parts, ranks = job.partition, range(job.partition.num_ranks)
+        held = [held_partition(parts, rank) if replicated else parts for rank in ranks]
+        states = tuple(sharding.rank_state(job.spec, held[rank], rank) for rank in ranks)
+        seconds = [
+            [
+                (sharding.gather_s(network, s, rank, index), sharding.reduce_s(network, s, rank, index))
+                for s in state.stages
+            ]
+            for rank, state in enumerate(states)
+        ]
+        return cls(
+            job=job,
+            states=states,
+            gather_s=tuple(tuple(gather for gather, _ in of_rank) for of_rank in seconds),
+            reduce_s=tuple(sum(reduce for _, reduce in of_rank) for of_rank in seconds),
+        )
+
+    @cached_property
+    def costs_without_exchanges(self) -> CostModel | None:
+        """Those of the job; None: they are not known apart."""
+        return self.job.costs.without_exchanges()
+
+    @property
+    def optimizer_s(self) -> float:
+        """Seconds of the optimizer's step on the slowest rank."""
+        return max(self.job.costs.step_s(round(state.updated_params)) for state in self.states)
+
+    def gather_delay_s(self, timeline: Timeline) -> float:
+        """Seconds by which gathering the parameters, stage by stage, delays a pipeline.
+
+        An upper bound: it shifts the whole timeline by the largest delay of a stage.
+        """
+        firsts: dict[int, float] = {}
+        for row in timeline.rows:  # by rank and start: the first row of a stage is its earliest
+            firsts.setdefault(row.action.stage, row.start_s - timeline.start_s)
+        delay = 0.0
+        for state, gathers in zip(self.states, self.gather_s, strict=True):
+            for stage, arrived in zip(state.stages, accumulate(gathers), strict=True):
+                if stage.stage in firsts:
+                    delay = max(delay, arrived - firsts[stage.stage])
+        return delay
+
+    def stage_reduced_s(self, timelines: Sequence[Timeline]) -> list[float]:
+        """[stage] -> when the REDUCE of all stages of its rank have ended. Args: timelines: of its replicas; a pipeline
+        without any does not wait for them."""
+        ends = [max(of_replicas) for of_replicas in zip(*map(_ends_s, timelines), strict=True)]
+        reduced = [end + reduce for end, reduce in zip(ends or [0.0] * len(self.states), self.reduce_s, strict=True)]
+        return [reduced[rank] for rank in self.job.partition.stage_rank]
+
+
+class _Run(NamedTuple):
+    """A replica's part in an iteration."""
+
+    pipeline: int
+    timeline: Timeline
+    flops: float
+    parts: dict[Parts, float]
+    num_deferred: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class IterationSimulator:
+    """Simulates iterations of one job under one schedule."""
+
+    layout: JobLayout
+    pipelines: tuple[SimulatedPipeline, ...]
+    sums: PipelineSums
     replicated: bool = False
     """Whether every rank of the language model runs all encoders again."""
     searches: bool = False
@@ -108,60 +186,65 @@ class IterationSimulator:
     ) -> "IterationSimulator":
         """The simulator of a job. Raises: ConfigError: a model that cannot be built, cut or divided."""
         replicated, sharding = config.planner.placement == "replicated", Sharding.of(config)
-        job = make_job(config, replicated_choice if replicated else choose_partition)
-        spec, parts = job.spec, job.partition
-        ranks = range(parts.num_ranks)
-        held = [held_partition(parts, rank) if replicated else parts for rank in ranks]
-        states = tuple(sharding.rank_state(spec, held[rank], rank) for rank in ranks)
+        choose = replicated_choice if replicated else choose_partition
+        jobs = each_pipeline(config, lambda own: make_job(own, choose))
         return cls(
-            job=job,
+            layout=config.parallelism.layout,
+            pipelines=tuple(
+                SimulatedPipeline.of(job, index, sharding, network, replicated=replicated)
+                for index, job in enumerate(jobs)
+            ),
+            sums=PipelineSums.of([job.partition for job in jobs], jobs[0].spec, sharding, network),
             replicated=replicated,
-            states=states,
-            gather_s=tuple(tuple(sharding.gather_s(network, s, rank) for s in states[rank].stages) for rank in ranks),
-            reduce_s=tuple(sum(sharding.reduce_s(network, s, rank) for s in states[rank].stages) for rank in ranks),
             searches=searches,
             peak_flops=peak_flops,
             tells_apart=tells_apart,
         )
 
+    @property
+    def jobs(self) -> tuple[Job, ...]:
+        """[pipeline]"""
+        return tuple(pipeline.job for pipeline in self.pipelines)
+
+    def with_jobs(self, change: Callable[[Job], Job]) -> "IterationSimulator":
+        """The simulator with another job in each pipeline, of the same partition."""
+        return replace(self, pipelines=tuple(replace(one, job=change(one.job)) for one in self.pipelines))
+
     def simulate(
-        self, metas: Sequence[IterationMeta], *, seed: int = 0, step: int = 0
+        self, metas: Sequence[IterationMeta], *, seed: int = 0, step: int = 0, replicas: Sequence[int] = ()
     ) -> tuple[SimulatedIteration, Timeline]:
         """One iteration in which each replica reads one of the batches, and the slowest replica's pipeline.
 
         Args:
             metas: [replica] -> its batch.
             seed, step: determine the seeds of searches, if plans are searched.
+            replicas: the numbers of these replicas; empty: they are the first ones.
         Raises:
             DataError: an image or token of a batch would be lost or used twice.
             PlanError: no plan fits into the memory limit.
             ConfigError: layers take less time than their FLOPs at the peak rate.
         """
-        job, timelines, flops, activations = self.job, [], [], [0.0] * len(self.states)
-        parts: list[dict[Parts, float]] = []
-        num_deferred = 0
-        for replica, meta in enumerate(metas):
-            batching, problem = self._problem(job, meta)
-            result = make_plan(problem, self._method(search_seed(seed, step, replica)))
-            if not result.has_plan:
-                raise PlanError(too_tight(problem, job.section) or result.message)
-            num_deferred += without_deferral(meta, batching.not_deferred).num_deferred
-            timelines.append(result.timeline)
-            flops.append(sum(module_flops.total for module_flops in job.flops(batching).values()))
-            activations = [max(of_rank) for of_rank in zip(activations, result.timeline.peak_bytes, strict=True)]
-            parts.append(self._parts(meta, problem, result.plan, result.timeline, flops[-1]))
+        numbers = replicas or range(len(metas))
+        runs = [
+            self._run(self.layout.pipeline_of(number), meta, search_seed(seed, step, place))
+            for place, (number, meta) in enumerate(zip(numbers, metas, strict=True))
+        ]
+        timelines = [run.timeline for run in runs]
         slowest = max(timelines, key=lambda timeline: timeline.makespan_s)
-        gather = max(self._gather_delay_s(timeline) for timeline in timelines)
-        ends = [max(of_replicas) for of_replicas in zip(*map(_ends_s, timelines), strict=True)]
-        reduced = max(end + reduce for end, reduce in zip(ends, self.reduce_s, strict=True))
-        optimizer = max(job.costs.step_s(round(state.updated_params)) for state in self.states)
-        iteration_s, ranks = gather + reduced + optimizer, len(self.states)
-        seconds = {key: sum(of_replica[key] for of_replica in parts) / len(parts) for key in parts[0]}
+        gather = max(self.pipelines[run.pipeline].gather_delay_s(run.timeline) for run in runs)
+        of_pipelines = [[run.timeline for run in runs if run.pipeline == index] for index in range(len(self.pipelines))]
+        reduced = self.sums.end_s(
+            [pipeline.stage_reduced_s(own) for pipeline, own in zip(self.pipelines, of_pipelines, strict=True)]
+        )
+        optimizer = max(pipeline.optimizer_s for pipeline in self.pipelines)
+        iteration_s, ranks = gather + reduced + optimizer, fmean(timeline.num_ranks for timeline in timelines)
+        seconds = {key: fmean(run.parts[key] for run in runs) for key in runs[0].parts}
         seconds[(Part.BUBBLE,) if self.tells_apart else (Part.BUBBLE, Part.TRANSFERS)] = (
             ranks * slowest.makespan_s - sum(seconds.values())
         )
         seconds[Part.REDUCTIONS,] = ranks * (gather + reduced - slowest.makespan_s)
         seconds[Part.OPTIMIZER,] = ranks * optimizer
+        activations, peaks = self._bytes(of_pipelines)
         iteration = SimulatedIteration(
             iteration_s=iteration_s,
             gather_s=gather,
@@ -169,33 +252,66 @@ class IterationSimulator:
             reduce_s=reduced - slowest.makespan_s,
             optimizer_s=optimizer,
             replicas_s=tuple(timeline.makespan_s for timeline in timelines),
-            bubble=sum(timeline.bubble for timeline in timelines) / len(timelines),
-            flops=sum(flops) / len(flops),
-            activation_bytes=tuple(activations),
-            peak_bytes=tuple(s.peak_bytes(a) for s, a in zip(self.states, activations, strict=True)),
+            bubble=fmean(timeline.bubble for timeline in timelines),
+            flops=fmean(run.flops for run in runs),
+            activation_bytes=activations,
+            peak_bytes=peaks,
             num_images=sum(meta.num_images for meta in metas),
             num_microbatches=sum(len(meta.microbatches) for meta in metas),
             breakdown=Breakdown.of(ranks * iteration_s, seconds),
             spread_s={name: fmean(timeline.spread_s[name] for timeline in timelines) for name in timelines[0].spread_s},
-            num_deferred=num_deferred,
+            num_deferred=sum(run.num_deferred for run in runs),
         )
         return iteration, slowest
 
+    def _run(self, index: int, meta: IterationMeta, seed: int) -> _Run:
+        """What one replica of a pipeline does with its batch. Args: seed: of a search."""
+        pipeline = self.pipelines[index]
+        job = pipeline.job
+        batching, problem = self._problem(job, meta)
+        result = make_plan(problem, self._method(job, seed))
+        if not result.has_plan:
+            raise PlanError(too_tight(problem, job.section) or result.message)
+        flops = sum(module_flops.total for module_flops in job.flops(batching).values())
+        parts = self._parts(pipeline, meta, problem, result.plan, result.timeline, flops)
+        num_deferred = without_deferral(meta, batching.not_deferred).num_deferred
+        return _Run(index, result.timeline, flops, parts, num_deferred)
+
+    def _bytes(self, timelines: Sequence[Sequence[Timeline]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """The peak bytes of activations, and of all; of which ranks: see `SimulatedIteration`.
+
+        Args: timelines: [pipeline] -> those of its replicas.
+        """
+        activations, peaks = list[list[float]](), list[list[float]]()
+        for pipeline, own in zip(self.pipelines, timelines, strict=True):
+            peaks_of = [timeline.peak_bytes for timeline in own] or [(0.0,) * len(pipeline.states)]
+            activations.append([max(of_rank) for of_rank in zip(*peaks_of, strict=True)])
+            peaks.append([s.peak_bytes(a) for s, a in zip(pipeline.states, activations[-1], strict=True)])
+        if self.layout.is_even:
+            return tuple(map(max, *activations, activations[0])), tuple(map(max, *peaks, peaks[0]))
+        return tuple(chain(*activations)), tuple(chain(*peaks))
+
     def _parts(
-        self, meta: IterationMeta, problem: PlanningProblem, plan: Plan, timeline: Timeline, flops: float
+        self,
+        pipeline: SimulatedPipeline,
+        meta: IterationMeta,
+        problem: PlanningProblem,
+        plan: Plan,
+        timeline: Timeline,
+        flops: float,
     ) -> dict[Parts, float]:
         """Rank-seconds of one replica's actions, and of waiting for its messages. Args: flops: of the replica."""
         if not self.tells_apart:
             return computing(sum(timeline.busy_s), {})
-        kept_s = self._compute_s(meta, self.job.costs)
-        free = self._costs_without_exchanges
-        free_s = None if free is None else self._compute_s(meta, free)
+        job, free = pipeline.job, pipeline.costs_without_exchanges
+        kept_s = self._compute_s(job, meta, job.costs)
+        free_s = None if free is None else self._compute_s(job, meta, free)
         entries = [entry for rank in entry_costs(plan, problem) for entry in rank]
         exposed_s = sum(entry.exposed_s for entry in entries)
         copying_s = sum(entry.copying_s for entry in entries)
         peak = self.peak_flops
         known = {
-            Part.MODEL_FLOPS: None if peak is None else flops / (peak * self.job.submesh.size),
+            Part.MODEL_FLOPS: None if peak is None else flops / (peak * job.submesh.size),
             Part.RECOMPUTATION: _compute_s(problem, plan.options) - kept_s + copying_s,
             Part.EXCHANGES: None if free_s is None else kept_s - free_s + exposed_s,
         }
@@ -210,18 +326,12 @@ class IterationSimulator:
         )
         return parts
 
-    @cached_property
-    def _costs_without_exchanges(self) -> CostModel | None:
-        return self.job.costs.without_exchanges()
-
-    def _compute_s(self, meta: IterationMeta, costs: CostModel) -> float:
+    def _compute_s(self, job: Job, meta: IterationMeta, costs: CostModel) -> float:
         """Rank-seconds of all actions if no block recomputed or offloaded anything."""
-        job = replace(self.job, costs=costs, memory=MemoryChoices())
-        return _compute_s(self._problem(job, meta)[1], {})
+        return _compute_s(self._problem(replace(job, costs=costs, memory=MemoryChoices()), meta)[1], {})
 
-    def _method(self, seed: int) -> Schedule | JobMethod:
+    def _method(self, job: Job, seed: int) -> Schedule | JobMethod:
         """How an iteration is planned. Args: seed: of a search."""
-        job = self.job
         if not self.searches:
             return job.schedule
         return JobMethod.searching(job.schedule, job.section, seed=seed, noise=job.costs.noise)
@@ -230,21 +340,6 @@ class IterationSimulator:
         """The works of an iteration, and their planning problem."""
         batching, problem = IterationPlanner(job).problem(meta, searched=self.searches)
         return batching, rerun(problem) if self.replicated else problem
-
-    def _gather_delay_s(self, timeline: Timeline) -> float:
-        """Seconds by which gathering the parameters, stage by stage, delays a pipeline.
-
-        An upper bound: it shifts the whole timeline by the largest delay of a stage.
-        """
-        firsts: dict[int, float] = {}
-        for row in timeline.rows:  # by rank and start: the first row of a stage is its earliest
-            firsts.setdefault(row.action.stage, row.start_s - timeline.start_s)
-        delay = 0.0
-        for state, gathers in zip(self.states, self.gather_s, strict=True):
-            for stage, arrived in zip(state.stages, accumulate(gathers), strict=True):
-                if stage.stage in firsts:
-                    delay = max(delay, arrived - firsts[stage.stage])
-        return delay
 
 
 def _compute_s(problem: PlanningProblem, options: Mapping[tuple[int, int], int]) -> float:

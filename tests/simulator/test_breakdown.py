@@ -184,10 +184,10 @@ def test_the_bubble_of_a_plain_chain_is_the_known_one(microbatches: int) -> None
     words = ["parallelism.pipeline_parallel_schedule=1F1B", f"training.global_batch_size={microbatches}"]
     job = config.load("debug_text.toml", [*words, *FREE_MESSAGES, "planner.enable=false"])
     sim = IterationSimulator.of(job, Machine.of(job).network)
-    stages = sim.job.partition.stages
-    assert [stage.module for stage in stages] == ["language"] * sim.job.partition.num_ranks
+    stages = sim.jobs[0].partition.stages
+    assert [stage.module for stage in stages] == ["language"] * sim.jobs[0].partition.num_ranks
     counts = [high - low for low, high in (stage.layers for stage in stages) for _ in range(high - low)]
-    sim = replace(sim, job=replace(sim.job, costs=Uniform(sim.job.costs, counts)))
+    sim = sim.with_jobs(lambda job: replace(job, costs=Uniform(job.costs, counts)))
     ranks = len(stages)
     assert ranks > 1
     found, _ = sim.simulate([draw("interleaved", Bins.of(job), seed=0, iteration=0)])

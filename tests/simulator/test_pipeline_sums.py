@@ -10,15 +10,13 @@ import torch.distributed as dist
 
 from mmtrain.config import config
 from mmtrain.config.config import Config, each_pipeline
-from mmtrain.config.topology import Coordinates
-from mmtrain.costs.machine import Machine, NominalNetwork
+from mmtrain.costs.machine import NominalNetwork
 from mmtrain.costs.operators.graph import OpKind
 from mmtrain.parallel.build import build_local_model
 from mmtrain.parallel.layer_sums import LayerSums
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.planner.memory.rank_state import Sharding
 from mmtrain.schedule.problem import P2P
-from mmtrain.simulator import pipeline_sums
 from mmtrain.simulator.job import make_job
 from mmtrain.simulator.pipeline_sums import PipelineSums, SumMessage
 from tests.ranks import run_ranks
@@ -96,18 +94,6 @@ def test_what_is_frozen_has_no_message() -> None:
     job = load("parallelism.pipelines=[2,2]", "model.encoder.trainable=false", "model.projector.trainable=false")
     language = {stage.index for stage in make_job(load()).partition.of_module("language")}
     assert {stage for one in sums_of(job).messages for _, stage in one.holders} == language
-
-
-def test_long_messages_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = load("parallelism.pipelines=[2,2]", UNTIED)
-    whole = sums_of(job)
-    monkeypatch.setattr(pipeline_sums, "MOST_ELEMENTS", 50_000)
-    parts = sums_of(job)
-    assert max(one.num_bytes for one in parts.messages) <= 4 * 50_000 < max(one.num_bytes for one in whole.messages)
-    for one in whole.messages:
-        same = [part for part in parts.messages if part.holders == one.holders]
-        assert len(same) == -(-one.num_bytes // 200_000)
-        assert sum(part.num_bytes for part in same) == pytest.approx(one.num_bytes)
 
 
 # ------------------------------------------------------------------------------------------ against ranks
@@ -223,10 +209,3 @@ def test_times_are_those_of_a_clock_that_ticks(seed: int) -> None:
     reduced_s = [[rng.randint(0, 20) for _ in range(count)] for count in num_stages]
     sums = PipelineSums(messages=tuple(messages), seconds=seconds)
     assert sums.end_s(reduced_s) == literal_end(sums, reduced_s)
-
-
-def test_a_cluster_takes_the_links_between_the_ranks() -> None:
-    job = load("parallelism.pipelines=[8,3]", "planner.hardware=h800", "training.global_batch_size=8")
-    layout = job.parallelism.layout
-    assert layout.rank(Coordinates(pipeline=1, pp=0)) == 8
-    assert Machine.of(job).name == "h800x16"

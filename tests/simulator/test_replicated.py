@@ -60,9 +60,9 @@ def test_1f1b_takes_what_its_closed_form_says(tmp_path: Path) -> None:
 def test_every_rank_holds_all_encoders(tmp_path: Path) -> None:
     job = cornstarch.job("SSS", tmp_path, pp=4, overrides=[REPLICATED])
     simulator = IterationSimulator.of(job, Machine.of(job).network)
-    parts, spec = simulator.job.partition, simulator.job.spec
+    parts, spec = simulator.jobs[0].partition, simulator.jobs[0].spec
     encoders = sum(spec.module(name).num_params for name in ("vision", "audio"))
-    for rank, state in enumerate(simulator.states):
+    for rank, state in enumerate(simulator.pipelines[0].states):
         own = sum(
             layer.num_params
             for stage in parts.of_module("language")

@@ -145,7 +145,7 @@ def test_mfu_is_model_flops_over_what_the_ranks_of_a_replica_could_do():
 
 def test_a_part_of_a_device_that_nothing_names_is_no_limit():
     report = simulate_job(question("planner.memory_limit=90%", "planner.enable=true"))
-    assert report.answers[0].budget is None and report.answers[0].iterations
+    assert not report.answers[0].budgets and report.answers[0].iterations
     (note,) = (note for note in report.notes if "memory_limit" in note)
     assert note.startswith('planner.memory_limit = "90%" is left out: it is a part of a device, which --cluster names')
     named = simulate_job(question("planner.memory_limit=90%", "planner.enable=true", "planner.hardware=a40x2"))

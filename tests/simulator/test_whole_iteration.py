@@ -30,7 +30,7 @@ def batches(number: int = 1, *overrides: str) -> list[IterationMeta]:
 
 
 def pipeline(sim: IterationSimulator, meta: IterationMeta) -> Timeline:
-    timeline = make_plan(IterationPlanner(sim.job).problem(meta)[1], sim.job.schedule).timeline
+    timeline = make_plan(IterationPlanner(sim.jobs[0]).problem(meta)[1], sim.jobs[0].schedule).timeline
     assert timeline is not None
     return timeline
 
@@ -50,12 +50,12 @@ class Slow:
 
 def test_one_replica_without_fsdp_takes_its_pipeline_and_the_optimizer() -> None:
     sim, (meta,) = simulator(), batches()
-    sim = replace(sim, job=replace(sim.job, costs=Slow(sim.job.costs)))
+    sim = sim.with_jobs(lambda job: replace(job, costs=Slow(job.costs)))
     found, timeline = sim.simulate([meta])
     assert timeline == pipeline(sim, meta)
     assert (found.gather_s, found.reduce_s) == (0, 0)
     assert found.pipeline_s == timeline.makespan_s
-    assert found.optimizer_s == max(state.updated_params for state in sim.states) / 1e6
+    assert found.optimizer_s == max(state.updated_params for state in sim.pipelines[0].states) / 1e6
     assert found.iteration_s == pytest.approx(found.pipeline_s + found.optimizer_s)
     assert found.bubble == timeline.bubble
     assert found.activation_bytes == timeline.peak_bytes
@@ -66,8 +66,8 @@ def test_one_replica_without_fsdp_takes_its_pipeline_and_the_optimizer() -> None
 def test_model_flops_are_those_of_training() -> None:
     sim, (meta,) = simulator(), batches()
     found, _ = sim.simulate([meta])
-    batching, _ = IterationPlanner(sim.job).problem(meta)
-    assert found.flops == sum(part.total for part in sim.job.flops(batching).values())
+    batching, _ = IterationPlanner(sim.jobs[0]).problem(meta)
+    assert found.flops == sum(part.total for part in sim.jobs[0].flops(batching).values())
 
 
 def test_the_slowest_replica_decides() -> None:
@@ -96,12 +96,13 @@ class Steady:
 
 
 def test_gradients_are_reduced_when_a_ranks_replicas_have_ended() -> None:
-    sim = simulator("parallelism.data_parallel_shard_degree=2", network=Steady(0.25))
+    untied = "model.language.config.tie_word_embeddings=false"
+    sim = simulator("parallelism.data_parallel_shard_degree=2", untied, network=Steady(0.25))
     metas = batches(2, "parallelism.data_parallel_shard_degree=2")
     found, _ = sim.simulate(metas)
     lines = [pipeline(sim, meta) for meta in metas]
     ends = [max(line.of_rank(rank)[-1].end_s for line in lines) for rank in (0, 1)]
-    reduces = [0.25 * len(sim.job.partition.of_rank(rank)) for rank in (0, 1)]
+    reduces = [0.25 * len(sim.jobs[0].partition.of_rank(rank)) for rank in (0, 1)]
     reduced = max(end + reduce for end, reduce in zip(ends, reduces, strict=True))
     assert found.pipeline_s + found.reduce_s == pytest.approx(reduced)
     assert found.iteration_s == pytest.approx(found.gather_s + reduced)
@@ -114,7 +115,7 @@ def test_gathers_wait_as_far_as_the_pipeline_needs_them() -> None:
     line = pipeline(sim, meta)
     delays = []
     for rank in (0, 1):
-        for place, stage in enumerate(sim.job.partition.of_rank(rank)):
+        for place, stage in enumerate(sim.jobs[0].partition.of_rank(rank)):
             first = min(row.start_s for row in line.of_rank(rank) if row.action.stage == stage.index)
             delays.append(0.25 * (place + 1) - first)
     assert found.gather_s == pytest.approx(max(delays))
@@ -130,17 +131,17 @@ def test_memory_is_state_plus_activations_plus_the_block_that_is_recomputed() ->
     recomputed = simulator(full)
     more, less = kept.simulate([meta])[0], recomputed.simulate([meta])[0]
     assert all(a > b for a, b in zip(more.activation_bytes, less.activation_bytes, strict=True))
-    problem = IterationPlanner(recomputed.job).problem(meta)[1]
-    spec, batching = recomputed.job.spec, IterationPlanner(recomputed.job).problem(meta)[0]
-    recomputation = recomputed.job.memory.recomputation(BlockMemory.RECOMPUTE)
+    problem = IterationPlanner(recomputed.jobs[0]).problem(meta)[1]
+    spec, batching = recomputed.jobs[0].spec, IterationPlanner(recomputed.jobs[0]).problem(meta)[0]
+    recomputation = recomputed.jobs[0].memory.recomputation(BlockMemory.RECOMPUTE)
     for work, size in enumerate(batching.sizes):
-        for stage in recomputed.job.partition.of_module(batching.modules[batching.works[work].module]):
+        for stage in recomputed.jobs[0].partition.of_module(batching.modules[batching.works[work].module]):
             layers = spec.module(stage.module).layers[slice(*stage.layers)]
             (option,) = problem.options(stage.index, work)
             assert option.restored_bytes == max(recomputation.peak_bytes(layer, size) for layer in layers) > 0
             assert option.name == "recompute"
     assert less.activation_bytes == pipeline(recomputed, meta).peak_bytes
-    assert less.peak_bytes[0] == recomputed.states[0].peak_bytes(less.activation_bytes[0])
+    assert less.peak_bytes[0] == recomputed.pipelines[0].states[0].peak_bytes(less.activation_bytes[0])
 
 
 def test_an_iteration_without_a_plan_says_why() -> None:

@@ -119,7 +119,7 @@ class Judge:
         first = divided(self.steps(made[0].config)[0], made[0].config.parallelism.layout.dp)[0]
         meta = IterationMeta(microbatches=first.microbatches[: effort.num_microbatches])
         try:
-            return IterationPlanner(made[0].simulator.job).problem(meta, searched=True)[1]
+            return IterationPlanner(made[0].simulator.jobs[0]).problem(meta, searched=True)[1]
         except PlanError:
             return None
 
@@ -145,8 +145,8 @@ class Judge:
 
     def _step(self, job: ScheduledJob, index: int, effort: Effort) -> tuple[SimulatedIteration, float]:
         """A simulated iteration and the seconds of the whole one."""
-        dp = job.config.parallelism.layout.dp
-        step = self.steps(job.config)[index]
+        layout, step = job.config.parallelism.layout, self.steps(job.config)[index]
+        dp = layout.dp
         replicas = divided(step, dp)
         if effort.num_microbatches >= len(step):
             iteration, _ = job.simulate(replicas, seed=self.seed, step=index)
@@ -155,11 +155,31 @@ class Judge:
         shown = min(count, effort.num_microbatches)
         work = [self._work(replica) for replica in replicas]
         heaviest = sorted(range(dp), key=lambda replica: (-work[replica], replica))
+        if not layout.is_even:
+            return self._unequal_step(job, index, replicas, heaviest, effort.num_microbatches / len(step))
         chosen = heaviest[: max(1, effort.num_microbatches // count)]
         metas = [IterationMeta(microbatches=replicas[replica].microbatches[:shown]) for replica in chosen]
         iteration, slowest = job.simulate(metas, seed=self.seed, step=index)
         rest = work[heaviest[0]] / self._work(metas[0]) - 1
         return iteration, iteration.iteration_s + rest * _steady_s(iteration, slowest, shown)
+
+    def _unequal_step(
+        self, job: ScheduledJob, index: int, replicas: Sequence[IterationMeta], heaviest: Sequence[int], part: float
+    ) -> tuple[SimulatedIteration, float]:
+        """The result of `_step` for pipelines of unequal depth: of each, the replica with most work is simulated.
+
+        Args: heaviest: replicas, those with most work first. part: of the microbatches, that is simulated.
+        """
+        layout = job.config.parallelism.layout
+        chosen = list({layout.pipeline_of(replica): replica for replica in reversed(heaviest)}.values())
+        metas = [
+            IterationMeta(microbatches=own[: max(1, int(part * len(own)))])
+            for own in (replicas[replica].microbatches for replica in chosen)
+        ]
+        iteration, slowest = job.simulate(metas, seed=self.seed, step=index, replicas=chosen)
+        last = max(range(len(chosen)), key=iteration.replicas_s.__getitem__)
+        rest = self._work(replicas[chosen[last]]) / self._work(metas[last]) - 1
+        return iteration, iteration.iteration_s + rest * _steady_s(iteration, slowest, len(metas[last].microbatches))
 
     def _work(self, replica: IterationMeta) -> float:
         """Seconds of the work of all its microbatches, in any unit."""
@@ -182,8 +202,7 @@ def _steady_s(iteration: SimulatedIteration, slowest: Timeline, num_microbatches
 
 def _with_effort(job: ScheduledJob, effort: Effort) -> ScheduledJob:
     """The job whose searches try as many plans; its partition stays."""
-    section = job.simulator.job.section
-    changed = replace(section, budget_evaluations=effort.evaluations or 1)
+    changed = replace(job.simulator.jobs[0].section, budget_evaluations=effort.evaluations or 1)
     if not effort.evaluations:
         changed = replace(changed, strategy="first")
-    return replace(job, simulator=replace(job.simulator, job=replace(job.simulator.job, section=changed)))
+    return replace(job, simulator=job.simulator.with_jobs(lambda own: replace(own, section=changed)))
