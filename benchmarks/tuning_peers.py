@@ -37,6 +37,7 @@ from mmtrain.schedule.recipe.policy import plan_of
 from mmtrain.schedule.simulate import simulate
 from mmtrain.schedule.timeline import Timeline
 from mmtrain.simulator.allocation.degrees import meshes, values_of
+from mmtrain.simulator.pipeline_sums import PipelineSums
 from mmtrain.simulator.steps import Step, divided, drawn_steps
 from mmtrain.simulator.typical_iterations import usual_workload
 
@@ -197,7 +198,8 @@ class _Chain:
 
     def _step_s(self, timelines: Sequence[Timeline], states: Sequence[RankState], sharding: Sharding) -> float:
         """Seconds of a step, as `IterationSimulator.simulate` counts them. Args: timelines: of its replicas."""
-        network, delay_s, reduced_s = Machine.of(self.job).network, 0.0, 0.0
+        network, delay_s = Machine.of(self.job).network, 0.0
+        parts, reduced_s = self.planner.job.partition, list[float]()
         for rank, state in enumerate(states):
             arrived_s = itertools.accumulate(sharding.gather_s(network, stage, rank) for stage in state.stages)
             arrivals = {self.chunks[stage.stage]: s for stage, s in zip(state.stages, arrived_s, strict=True)}
@@ -206,8 +208,11 @@ class _Chain:
                 first_s = min((row.start_s for row in rows if row.action.stage == chunk), default=math.inf)
                 delay_s = max(delay_s, arrival_s - first_s)
             end_s = max((row.end_s for row in rows), default=0.0)
-            reduced_s = max(reduced_s, end_s + sum(sharding.reduce_s(network, stage, rank) for stage in state.stages))
-        return delay_s + reduced_s + max(self.planner.job.costs.step_s(round(s.updated_params)) for s in states)
+            reduced_s.append(end_s + sum(sharding.reduce_s(network, stage, rank) for stage in state.stages))
+        pipelines = self.job.parallelism.layout.dp_replicate
+        sums = PipelineSums.of([parts] * pipelines, self.planner.job.spec, sharding, network)
+        added_s = sums.end_s([[reduced_s[rank] for rank in parts.stage_rank]] * pipelines)
+        return delay_s + added_s + max(self.planner.job.costs.step_s(round(s.updated_params)) for s in states)
 
 
 def _chain(

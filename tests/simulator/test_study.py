@@ -149,7 +149,7 @@ def test_a_part_of_a_device_that_nothing_names_is_no_limit():
     (note,) = (note for note in report.notes if "memory_limit" in note)
     assert note.startswith('planner.memory_limit = "90%" is left out: it is a part of a device, which --cluster names')
     named = simulate_job(question("planner.memory_limit=90%", "planner.enable=true", "planner.hardware=a40x2"))
-    assert named.answers[0].budget and not any("memory_limit" in note for note in named.notes)
+    assert named.answers[0].budgets and not any("memory_limit" in note for note in named.notes)
 
 
 def test_a_schedule_that_ignores_memory_limits_is_told_so():

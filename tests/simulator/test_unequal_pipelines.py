@@ -19,8 +19,10 @@ from mmtrain.planner.memory.rank_state import Sharding
 from mmtrain.planner.plan import make_plan
 from mmtrain.schedule.problem import P2P
 from mmtrain.schedule.timeline import Timeline
+from mmtrain.simulator.allocation.candidate import Candidate
+from mmtrain.simulator.allocation.judge import Effort, Judge
 from mmtrain.simulator.job import make_job
-from mmtrain.simulator.steps import drawn_steps
+from mmtrain.simulator.steps import divided, drawn_steps
 from mmtrain.simulator.whole_iteration import IterationSimulator
 
 NETWORK = NominalNetwork(p2p=P2P(latency_s=0.01, bytes_per_s=1e8))
@@ -122,6 +124,17 @@ def test_gathers_are_those_of_a_pipelines_own_ranks() -> None:
     assert found.gather_s >= 0.5
     alone, _ = IterationSimulator.of(job, Slow()).simulate(batches(job, (2, 2)))
     assert alone.gather_s == 0
+
+
+def test_candidates_of_unequal_depth_are_judged_by_whole_and_by_part() -> None:
+    job = load("parallelism.pipelines=[2,3]", "planner.enable=false", "parallelism.pipeline_parallel_schedule=1F1B")
+    (step,) = steps = drawn_steps(job, "mix", 1, image_side=112)
+    judge = Judge(config=job, steps=lambda of: steps)
+    wanted, _ = IterationSimulator.of(job, Machine.of(job).network).simulate(divided(step, 2))
+    whole = judge.judge(Candidate(), Effort(evaluations=0))
+    assert (whole.problem, whole.seconds, whole.peak_bytes) == ("", (wanted.iteration_s,), max(wanted.peak_bytes))
+    part = judge.judge(Candidate(), Effort(evaluations=0, num_microbatches=8))
+    assert part.seconds[0] == pytest.approx(wanted.iteration_s, rel=0.2)
 
 
 # ------------------------------------------------------------------------------------------------ command
