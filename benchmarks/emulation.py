@@ -51,7 +51,7 @@ _HEADER = 10
 
 
 class EmulatedClock(Protocol):
-    """A rank's clock: seconds from a zero that all ranks of a pipeline share."""
+    """A rank's clock: seconds from a zero that all ranks share."""
 
     def start(self, group: dist.ProcessGroup) -> None:
         """Sets the zero. Collective over the group."""
@@ -308,9 +308,9 @@ class EmulatedRuntime(PipelineScheduleRuntime):
         Raises: PlanError: another number of ranks, or a rank without a stage.
         """
         graph = problem.graph
-        if mesh.layout.pp != graph.num_ranks:
+        if len(mesh.pp_ranks) != graph.num_ranks:
             raise PlanError(
-                f"the problem has {graph.num_ranks} ranks, but {mesh.layout.pp} run; start as many as it has"
+                f"the problem has {graph.num_ranks} ranks, but {len(mesh.pp_ranks)} run; start as many as it has"
             )
         indices = graph.stages_of_rank(mesh.pp_rank)
         if not indices:
@@ -344,13 +344,13 @@ class EmulatedRuntime(PipelineScheduleRuntime):
         def feed(stage: int, work: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
             return (), {"shape": self._shape_of(stage, work) if graph.outputs(stage, work) else None}
 
-        self._wait.start(self._mesh.pp_group)
+        self._wait.start(self._mesh.column_group or self._mesh.pp_group)
         return self.step(feed)
 
     def timeline(self, outcome: StepOutcome) -> Timeline:
         """The executed timeline of all ranks, on every rank. Collective. Args: outcome: of this rank."""
-        rows: list[Any] = [outcome.rows] * self._mesh.layout.pp
-        if self._mesh.layout.pp > 1:
+        rows: list[Any] = [outcome.rows] * len(self._mesh.pp_ranks)
+        if len(rows) > 1:
             dist.all_gather_object(rows, outcome.rows, group=self._mesh.pp_group)
         return executed_timeline(self._problem.graph, rows)
 
