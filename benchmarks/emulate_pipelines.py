@@ -1,9 +1,8 @@
 """python benchmarks/emulate_pipelines.py [--job vlm_s] [--pipelines "2,2 2,3"] [--repetitions 5]
 
 Measured against simulated seconds of several pipelines and of the sums of their gradients, where devices are emulated
-as in `benchmarks/emulate.py`. The sums are those of the runtime: its messages, in its order, over its process groups,
-of stand-ins for the gradients of each layer. A message starts when all of its ranks have come to it and keeps their
-links for its modelled seconds.
+as in `benchmarks/emulate.py`. The sums are those of the runtime (`LayerSums`), of stand-ins for the gradients of each
+layer. Their time on the links is that of the simulator, from the moments at which ranks started them.
 
 A step's microbatches are dealt to pipelines in proportion to their depths. Each list of depths runs on processes of its
 own, once in virtual time, where the end must be the simulated one, once to warm up, and then with sleeps. Printed for
@@ -17,6 +16,7 @@ import argparse
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -98,32 +98,33 @@ class EmulatedSums:
     """The sums of one rank. Collective over the job."""
 
     def __init__(self, step: Pipelines, mesh: Mesh) -> None:
-        pipeline, rank = mesh.place.pipeline, mesh.pp_rank
-        partition, text = step.partitions[pipeline], step.spec.text
-        layers = {stage.index: nn.ParameterDict() for stage in partition.of_rank(rank)}
-        for stage in partition.of_rank(rank):
+        partition, text = step.partitions[mesh.place.pipeline], step.spec.text
+        layers = {stage.index: nn.ParameterDict() for stage in partition.of_rank(mesh.pp_rank)}
+        for stage in partition.of_rank(mesh.pp_rank):
             for index in range(*stage.layers):
                 if step.spec.module(stage.module).layers[index].num_trainable_params:
                     layers[stage.index][f"{stage.module}_{index}"] = nn.Parameter(torch.zeros(ELEMENTS))
             if step.spec.tied_embeddings and stage.module == text.name and stage.last:
                 layers[stage.index]["head"] = nn.Parameter(torch.zeros(ELEMENTS))
         self.gradients = [parameter for stage in layers.values() for parameter in stage.parameters()]
-        self._sums = LayerSums.of(layers, {"head": f"{text.name}_0"}, mesh, torch.float32).sums
-        own = {(pipeline, stage.index) for stage in partition.of_rank(rank)}
-        messages = zip(step.sums.messages, step.sums.seconds, strict=True)
-        self._seconds = [seconds for message, seconds in messages if own & {*message.holders}]
+        self._layer_sums = LayerSums.of(layers, {"head": f"{text.name}_0"}, mesh, torch.float32)
+        self._step, self._mesh, self._stages = step, mesh, list(layers)
 
     def run(self, clock: EmulatedClock) -> None:
-        """Adds up gradients of 1, message by message."""
+        """Adds up gradients of 1."""
         for parameter in self.gradients:
             parameter.grad = torch.ones(ELEMENTS)
-        for one, seconds in zip(self._sums, self._seconds, strict=True):
-            start = torch.tensor([clock.now()], dtype=torch.float64)
-            if one.group is not None:
-                dist.all_reduce(start, op=dist.ReduceOp.MAX, group=one.group)
-            one.start(torch.float32)
-            one.finish()
-            clock.wait_until(float(start) + seconds)
+        started_s = [clock.now()] * self._mesh.layout.world_size
+        for stage in self._stages:
+            self._layer_sums.stage_reduced(stage)
+        dist.all_gather_object(started_s, clock.now())
+        self._layer_sums.finish()
+        firsts = accumulate(self._mesh.layout.depths, initial=0)
+        of_stages = [
+            [started_s[first + rank] for rank in partition.stage_rank]
+            for first, partition in zip(firsts, self._step.partitions, strict=False)
+        ]
+        clock.wait_until(self._step.sums.end_s(of_stages))
 
 
 def execute(device: torch.device, step: Pipelines, repetitions: int) -> list[tuple[float, float, list[float]]]:
@@ -149,12 +150,12 @@ def report(depths: str, step: Pipelines, answers: Sequence[Sequence[tuple[float,
     measured = ends[2:]
     ratios = [end / wanted for end in measured]
     exposed = [end - pipeline for end, pipeline in zip(measured, pipelines[2:], strict=True)]
-    print(
-        f"{depths:8s} {len(step.sums.messages):8d} {1e3 * wanted:9.1f} {1e3 * statistics.fmean(measured):9.1f} "
-        f"+-{1e3 * statistics.pstdev(measured):5.1f} {statistics.fmean(ratios):7.4f} "
-        f"+-{statistics.pstdev(ratios):6.4f} {1e3 * (wanted - slowest):9.1f} {1e3 * statistics.fmean(exposed):9.1f} {ends[0] - spent:12.1e}",
-        flush=True,
-    )
+    numbers = [
+        f"{1e3 * wanted:9.1f} {1e3 * statistics.fmean(measured):9.1f} +-{1e3 * statistics.pstdev(measured):5.1f}",
+        f"{statistics.fmean(ratios):7.4f} +-{statistics.pstdev(ratios):6.4f}",
+        f"{1e3 * (wanted - slowest):9.1f} {1e3 * statistics.fmean(exposed):9.1f} {ends[0] - spent:12.1e}",
+    ]
+    print(f"{depths:9s} {len(step.sums.messages):8d}", *numbers, flush=True)
 
 
 def main() -> None:
@@ -169,7 +170,7 @@ def main() -> None:
     parser.add_argument("--free", action="store_true", help="do not count overheads, as if the runtime took no time")
     args = parser.parse_args()
     overheads = NO_OVERHEADS if args.free else measure()
-    print("pipelines messages simulated      measured ms           ratio   exposed ms: simulated, measured  virtual s")
+    print("pipelines messages simulated      measured ms           ratio  exposed: simulated, measured ms, virtual s")
     for depths in args.pipelines.split():
         config = config_module.load(
             f"{args.job}.toml",

@@ -1,9 +1,9 @@
 """The runtime's sums of gradients over pipelines and over copies of a tied matrix: messages and seconds. Pure.
 
-Layers with equal holders in a row are one message, the last layer first. A message starts once the gradients of all its
-holders are reduced and all messages before it have started on them. Messages that share a rank follow each other there,
-as they share its link. The runtime divides long messages; the parts are queued together, so that a message has one
-latency here.
+Layers with equal holders in a row are one message, the last layer first. A rank starts a message once the gradients of
+its stages in it are reduced and all messages before it have started there. It is on its way when all of its ranks have
+started it and their links are free: a link carries one message at a time. The runtime divides long messages; the parts
+are queued together, so that a message has one latency here.
 """
 
 from collections.abc import Sequence
@@ -23,10 +23,15 @@ class SumMessage:
     """Gradients of layers with equal holders."""
 
     holders: tuple[tuple[int, int], ...]
-    """(pipeline, its stage) of each copy."""
-    ranks: tuple[int, ...]
-    """The global ranks that add them up, those of one position in a stage."""
+    """(pipeline, its stage) of each copy, ascending."""
+    holder_ranks: tuple[int, ...]
+    """The global rank of each, those of one position in a stage."""
     num_bytes: float
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks that add them up, ascending."""
+        return tuple(sorted({*self.holder_ranks}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +53,22 @@ class PipelineSums:
 
     def end_s(self, reduced_s: Sequence[Sequence[float]]) -> float:
         """When all gradients are complete. Args: reduced_s: [pipeline][stage] -> when its REDUCE has ended."""
+        started_s: dict[int, float] = {}
+        ready_s: list[float] = []
+        for message in self.messages:
+            for (pipeline, stage), rank in zip(message.holders, message.holder_ranks, strict=True):
+                started_s[rank] = max(started_s.get(rank, 0.0), reduced_s[pipeline][stage])
+            ready_s.append(max(started_s[rank] for rank in message.ranks))
         free_s: dict[int, float] = {}
-        for message, seconds in zip(self.messages, self.seconds, strict=True):
-            start_s = max(reduced_s[pipeline][stage] for pipeline, stage in message.holders)
-            end_s = max([start_s, *(free_s.get(rank, 0.0) for rank in message.ranks)]) + seconds
-            free_s.update(dict.fromkeys(message.ranks, end_s))
+
+        def start_s(index: int) -> float:
+            return max([ready_s[index], *(free_s.get(rank, 0.0) for rank in self.messages[index].ranks)])
+
+        waiting = list(range(len(self.messages)))
+        while waiting:
+            index = min(waiting, key=start_s)
+            waiting.remove(index)
+            free_s.update(dict.fromkeys(self.messages[index].ranks, start_s(index) + self.seconds[index]))
         return max([*map(max, reduced_s), *free_s.values()])
 
 
@@ -63,10 +79,10 @@ def _messages(partitions: Sequence[Partition], spec: ModelSpec, sharding: Shardi
     for key, layers in groupby(reversed(elements), holders.__getitem__):
         if len(key) == 1:
             continue
-        places = (Coordinates(pipeline=pipeline, pp=partitions[pipeline].stage_rank[stage]) for pipeline, stage in key)
-        ranks = tuple(sorted({sharding.shape.rank(place) for place in places}))
+        places = [Coordinates(pipeline=pipeline, pp=partitions[pipeline].stage_rank[stage]) for pipeline, stage in key]
+        ranks = tuple(map(sharding.shape.rank, places))
         num_bytes = sharding.reduce_dtype_bytes * sum(elements[layer] for layer in layers)
-        found.append(SumMessage(holders=key, ranks=ranks, num_bytes=num_bytes))
+        found.append(SumMessage(holders=key, holder_ranks=ranks, num_bytes=num_bytes))
     return tuple(found)
 
 

@@ -143,7 +143,7 @@ def test_messages_are_those_of_real_ranks(overrides: list[str]) -> None:
 
 def message(*ranks: int, holders: Sequence[tuple[int, int]] = ()) -> SumMessage:
     """A message of one-stage ranks, each of which is a pipeline of its own unless holders are named."""
-    return SumMessage(holders=tuple(holders or ((rank, 0) for rank in ranks)), ranks=ranks, num_bytes=1.0)
+    return SumMessage(holders=tuple(holders or ((rank, 0) for rank in ranks)), holder_ranks=ranks, num_bytes=1.0)
 
 
 @pytest.mark.parametrize(
@@ -154,8 +154,16 @@ def message(*ranks: int, holders: Sequence[tuple[int, int]] = ()) -> SumMessage:
         ([message(0, 1), message(0, 1)], [2.0, 1.0], [[3.0], [5.0]], 8.0),
         # Messages of different ranks are in flight at the same time.
         ([message(0, 1), message(2, 3)], [2.0, 2.5], [[3.0], [5.0], [4.0], [4.0]], 7.0),
-        # One that could start waits for those before it.
-        ([message(0, 1), message(1, 2)], [2.0, 1.0], [[9.0], [0.0], [0.0]], 12.0),
+        # A message that waits for one of its ranks does not hold up the link of the other.
+        ([message(0, 1), message(1, 2)], [2.0, 1.0], [[9.0], [0.0], [0.0]], 11.0),
+        # A rank starts messages in their order: the second one waits for the reduction that the first one needs.
+        ([message(0, 1), message(1, 2)], [2.0, 5.0], [[0.0], [9.0], [0.0]], 16.0),
+        (
+            [message(0, 1, holders=[(0, 0), (1, 0)]), message(1, 2, holders=[(1, 1), (2, 0)])],
+            [2.0, 1.0],
+            [[0.0], [9.0, 3.0], [0.0]],
+            12.0,
+        ),
         # The reduction of another rank may be the end of all.
         ([message(0, 1)], [1.0], [[1.0], [1.0], [8.0]], 8.0),
         # A pipeline of one rank with two stages, and one of two ranks.
@@ -172,26 +180,34 @@ def test_hand_made_sums_end_when_they_should(messages, seconds, reduced_s, end_s
 
 
 def literal_end(sums: PipelineSums, reduced_s: Sequence[Sequence[int]]) -> int:
-    """When a clock that ticks has seen all messages end: each rank runs its own in their order, one at a time."""
-    waiting = {rank: [] for one in sums.messages for rank in one.ranks}
+    """When a clock that ticks has seen all messages end: each rank starts its own in their order, as soon as it can,
+    and its link carries one at a time."""
+    queues: dict[int, list[int]] = {}
     for number, one in enumerate(sums.messages):
         for rank in one.ranks:
-            waiting[rank].append(number)
-    left, now = list(sums.seconds), 0
-    running: set[int] = set()
-    while any(waiting.values()):
-        for number, one in enumerate(sums.messages):
-            heads = all(waiting[rank][:1] == [number] for rank in one.ranks)
-            if heads and all(now >= reduced_s[p][s] for p, s in one.holders):
-                running.add(number)
+            queues.setdefault(rank, []).append(number)
+    started = {number: set[int]() for number in range(len(sums.messages))}
+    on_link: dict[int, int] = {}
+    left, now = dict(enumerate(sums.seconds)), 0
+    while left:
+        for rank, queue in queues.items():
+            while queue:
+                one = sums.messages[queue[0]]
+                own = [holder for holder, of in zip(one.holders, one.holder_ranks, strict=True) if of == rank]
+                if any(now < reduced_s[p][s] for p, s in own):
+                    break
+                started[queue.pop(0)].add(rank)
+        for number in sorted(left):
+            ranks = sums.messages[number].ranks
+            if started[number] == {*ranks} and not any(rank in on_link for rank in ranks):
+                on_link |= dict.fromkeys(ranks, number)
         now += 1
-        for number in sorted(running):
+        for number in {*on_link.values()}:
             left[number] -= 1
             if left[number] == 0:
-                running.remove(number)
-                for rank in sums.messages[number].ranks:
-                    waiting[rank].pop(0)
-    return max(now, *map(max, reduced_s))
+                del left[number]
+                on_link = {rank: other for rank, other in on_link.items() if other != number}
+    return max(now, *map(max, reduced_s), 0)
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -203,7 +219,7 @@ def test_times_are_those_of_a_clock_that_ticks(seed: int) -> None:
     messages = []
     for _ in range(rng.randint(0, 12)):
         holders = {(p, rng.randrange(num_stages[p])) for p in range(len(depths)) for _ in range(rng.randint(1, 2))}
-        ranks = sorted({starts[p] + stage % depths[p] for p, stage in holders})
+        ranks = [starts[p] + stage % depths[p] for p, stage in sorted(holders)]
         messages.append(message(*ranks, holders=sorted(holders)))
     seconds = tuple(rng.randint(1, 9) for _ in messages)
     reduced_s = [[rng.randint(0, 20) for _ in range(count)] for count in num_stages]
