@@ -133,7 +133,8 @@ def execute(device: torch.device, step: Pipelines, repetitions: int) -> list[tup
     mesh = build_mesh(JobLayout(depths=tuple(p.num_ranks for p in step.partitions)), torch.device("cpu"))
     case, sums = step.cases[mesh.place.pipeline], EmulatedSums(step, mesh)
     found = []
-    for clock in (VirtualClock(), *(HostClock() for _ in range(1 + repetitions))):
+    clocks: list[VirtualClock | HostClock] = [VirtualClock(), *(HostClock() for _ in range(1 + repetitions))]
+    for clock in clocks:
         EmulatedRuntime(case.problem, mesh, clock, message_scale=case.message_scale).run(case.plan)
         pipeline_s = clock.now()
         sums.run(clock)

@@ -292,7 +292,7 @@ def test_what_is_not_the_same_for_all_rows_is_said(capsys):
     assert "note: 256 of 512 microbatches of a step are simulated, those of the replicas with most work" in shown
 
 
-def test_a_batch_that_no_replicas_divide_is_counted(capsys):
+def test_a_batch_with_fewer_microbatches_than_replicas_is_counted(capsys):
     words = [
         "--config",
         "debug_text.toml",
@@ -303,7 +303,7 @@ def test_a_batch_that_no_replicas_divide_is_counted(capsys):
         "1",
     ]
     assert main(["tune", *words]) == 0
-    assert "refused: training.global_batch_size = 3 microbatches cannot be shared equally" in capsys.readouterr().out
+    assert "refused: training.global_batch_size = 3 microbatches are fewer than the 4" in capsys.readouterr().out
 
 
 def test_a_recipe_that_gets_stuck_is_counted(capsys, tmp_path):

@@ -163,7 +163,8 @@ class TemplateMaker:
                 return judged
         job = self._judge.scheduled(candidate)
         assert job is not None
-        partition = job.simulator.job.partition
+        (made,) = job.simulator.jobs
+        partition = made.partition
         return Template(
             nodes=nodes,
             depth=depth,
@@ -171,7 +172,7 @@ class TemplateMaker:
             replicas=stage.dp,
             held=_held(partition, nodes),
             partition=partition,
-            grad_bytes=_grad_bytes(Sharding.of(job.config), job.simulator.job.spec, partition),
+            grad_bytes=_grad_bytes(Sharding.of(job.config), made.spec, partition),
             peak_bytes=peak_bytes,
         )
 
