@@ -7,7 +7,8 @@ layer. Their time on the links is that of the simulator, from the moments at whi
 A step's microbatches are dealt to pipelines in proportion to their depths. Each list of depths runs on processes of its
 own, once in virtual time, where the end must be the simulated one, once to warm up, and then with sleeps. Printed for
 each: simulated and measured milliseconds until the last gradient is complete (mean and standard deviation), their
-ratio, and the part of them in which only sums run.
+ratio, the part of them in which only sums run, and the milliseconds of the devices that are emulated, simulated and
+measured, by which layouts may be compared.
 
 Run it on a machine that does nothing else: where ranks wait for a core, that counts as the runtime's time.
 """
@@ -62,6 +63,8 @@ class Pipelines:
     spec: ModelSpec
     sums: PipelineSums
     """With the seconds that they take."""
+    factor: float
+    """Emulated over real seconds."""
 
     def end_s(self, timelines: Sequence[Timeline]) -> float:
         """When all gradients are complete. Args: timelines: [pipeline]."""
@@ -91,6 +94,7 @@ def make_pipelines(
         partitions=partitions,
         spec=jobs[0].spec,
         sums=replace(sums, seconds=tuple(factor * seconds for seconds in sums.seconds)),
+        factor=factor,
     )
 
 
@@ -155,6 +159,7 @@ def report(depths: str, step: Pipelines, answers: Sequence[Sequence[tuple[float,
         f"{1e3 * wanted:9.1f} {1e3 * statistics.fmean(measured):9.1f} +-{1e3 * statistics.pstdev(measured):5.1f}",
         f"{statistics.fmean(ratios):7.4f} +-{statistics.pstdev(ratios):6.4f}",
         f"{1e3 * (wanted - slowest):9.1f} {1e3 * statistics.fmean(exposed):9.1f} {ends[0] - spent:12.1e}",
+        f"{1e3 * wanted / step.factor:12.1f} {1e3 * statistics.fmean(measured) / step.factor:9.1f}",
     ]
     print(f"{depths:9s} {len(step.sums.messages):8d}", *numbers, flush=True)
 
@@ -171,7 +176,9 @@ def main() -> None:
     parser.add_argument("--free", action="store_true", help="do not count overheads, as if the runtime took no time")
     args = parser.parse_args()
     overheads = NO_OVERHEADS if args.free else measure()
-    print("pipelines messages simulated      measured ms           ratio  exposed: simulated, measured ms, virtual s")
+    print(
+        "pipelines messages simulated      measured ms           ratio  exposed: simulated, measured ms, virtual s   devices: simulated, measured ms"
+    )
     for depths in args.pipelines.split():
         config = config_module.load(
             f"{args.job}.toml",
