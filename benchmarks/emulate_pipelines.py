@@ -177,7 +177,7 @@ def main() -> None:
     args = parser.parse_args()
     overheads = NO_OVERHEADS if args.free else measure()
     print(
-        "pipelines messages simulated      measured ms           ratio  exposed: simulated, measured ms, virtual s   devices: simulated, measured ms"
+        "pipelines messages simulated      measured ms           ratio  exposed: both, virtual s     devices: both ms"
     )
     for depths in args.pipelines.split():
         config = config_module.load(

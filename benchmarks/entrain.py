@@ -40,7 +40,13 @@ from mmtrain.modality.metadata import DocumentMeta, IterationMeta
 from mmtrain.modality.split import split_evenly
 from mmtrain.modality.typical import Bins
 from mmtrain.planner.assignment.assign import assign
-from mmtrain.planner.assignment.assignment import AssignedMicrobatch, Assignment, SampleCost, language_samples
+from mmtrain.planner.assignment.assignment import (
+    AssignedMicrobatch,
+    Assignment,
+    SampleCost,
+    in_turns,
+    language_samples,
+)
 from mmtrain.planner.assignment.sample_costs import PassesNs, SamplePricer, cost_of, times
 from mmtrain.planner.assignment.step_assigner import StepAssigner, language_microbatches
 from mmtrain.planner.iteration import IterationPlanner
@@ -159,9 +165,10 @@ class Setup:
         """Of a job with searched plans."""
         return StepAssigner(
             section=AssignmentConfig(policy="balanced"),
-            planner=self.searching,
+            planners=(self.searching,),
             pricer=self.pricer,
             num_replicas=self.num_replicas,
+            dealer=None,
             seed=0,
         )
 
@@ -259,8 +266,9 @@ class Step:
 
     def assigned(self, policy: str, **options: object) -> Assignment:
         """The samples under a policy."""
-        replicas, ranks = self.setup.num_replicas, self.setup.num_ranks
-        return assign(policy, self.costs, self.bins, num_replicas=replicas, num_ranks=ranks, **options)  # type: ignore[arg-type]
+        dealt = in_turns(len(self.bins), self.setup.num_replicas)
+        ranks = [self.setup.num_ranks] * len(dealt)
+        return assign(policy, self.costs, self.bins, dealt=dealt, num_ranks=ranks, **options)  # type: ignore[arg-type]
 
     def metas(self, assignment: Assignment) -> list[IterationMeta]:
         """[replica] -> its microbatches."""
@@ -300,7 +308,7 @@ def timelines(made: Iterable[tuple[PlanningProblem, PlanResult]]) -> list[Timeli
 def refined(step: Step, refinements: int, **options: object) -> Assignment:
     """The samples under `balanced` as a job with searched plans refines it. Args: refinements: for each replica."""
 
-    def judge(microbatches: Sequence[AssignedMicrobatch]) -> float:
+    def judge(replica: int, microbatches: Sequence[AssignedMicrobatch]) -> float:
         return step.setup.assigner.makespan_s(step.meta(microbatches))
 
     evaluations = refinements * step.setup.num_replicas

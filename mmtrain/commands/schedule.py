@@ -244,7 +244,7 @@ def _num_ranks(args: argparse.Namespace) -> int:
     from mmtrain.schedule.problem import PlanningProblem
 
     if args.config:
-        return config.load(args.config, args.overrides).parallelism.pipeline_parallel_degree
+        return config.load(args.config, args.overrides).parallelism.layout.depths[0]
     return PlanningProblem.read(args.problem).graph.num_ranks if args.problem else args.pp or 4
 
 

@@ -174,14 +174,18 @@ def planner_of(args: argparse.Namespace) -> Planner:
 def _of_config(args: argparse.Namespace) -> Planner:
     from mmtrain.config import config
     from mmtrain.data.loader import Loader
+    from mmtrain.planner.assignment.dealing import Dealer
     from mmtrain.planner.assignment.step_assigner import StepAssigner
     from mmtrain.planner.iteration import IterationPlanner
     from mmtrain.simulator.job import make_job
 
     job, number = config.load(args.config, args.overrides), args.batch or 0
-    assigner = StepAssigner.of(job, make_job(job)) if job.assignment.assigns else None
-    degree = job.parallelism.layout.dp
-    with Loader(job, dp_degree=degree, num_workers=0, num_steps=number + 1, assigner=assigner) as loader:
+    layout = job.parallelism.layout
+    jobs = config.each_pipeline(job, make_job) if job.assignment.assigns or not layout.is_even else ()
+    assigner, dealer = StepAssigner.of(job, jobs), Dealer.of(job, jobs)
+    with Loader(
+        job, dp_degree=layout.dp, num_workers=0, num_steps=number + 1, assigner=assigner, dealer=dealer
+    ) as loader:
         *_, (_, meta, _) = loader
 
     def plan(name: str | None, search: Search | None = None) -> Planned:
@@ -191,7 +195,7 @@ def _of_config(args: argparse.Namespace) -> Planner:
         if search:
             chosen = replace(chosen, planner=search.section(chosen.planner))
             config.check(chosen)
-        made = make_job(chosen)
+        made = make_job(config.of_pipeline(chosen, 0))  # which the first replica runs in
         searched = bool(search) or (args.verb == "show" and args.format == "problem")
         problem = IterationPlanner(made).problem(meta, searched=searched)[1]
         return _plan(made.schedule, problem, lambda plan: made.lower(plan, problem), search, made.section)

@@ -26,6 +26,7 @@ from mmtrain.errors import ConfigError, DataError, MMTrainError
 from mmtrain.launch.processes import STOPS, stops_held
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.models.batch import Batch, ClipMicrobatch, Microbatch
+from mmtrain.planner.assignment.dealing import Dealer
 from mmtrain.planner.assignment.step_assigner import StepAssigner
 
 logger = logging.getLogger("mmtrain")
@@ -42,12 +43,12 @@ class Loader:
 
     Args:
         split: of `data.source`; None: `data.split`.
-        dp_rank, dp_degree: index and number of replicas; bin g of a step belongs to replica g % dp_degree.
+        dp_rank, dp_degree: index and number of replicas.
         state: where to start; None: the beginning, in the order drawn from debug.seed.
         shuffle: None: `data.shuffle` on the training split, false on others.
         num_steps: steps after which the iterator ends; None: never. The epochs of a source follow each other.
         num_workers: background processes; None: `data.num_workers`; 0: steps are made when they are requested.
-        assigner, may_be_short: see `StepMaker`.
+        assigner, dealer, may_be_short: see `StepMaker`.
     Raises: ConfigError: anything that cannot be opened; with workers, the first step raises it.
     """
 
@@ -63,13 +64,14 @@ class Loader:
         num_steps: int | None = None,
         num_workers: int | None = None,
         assigner: StepAssigner | None = None,
+        dealer: Dealer | None = None,
         may_be_short: bool = False,
     ) -> None:
         bins = config.training.global_batch_size
-        if not 0 <= dp_rank < dp_degree or bins % dp_degree:
+        if not 0 <= dp_rank < dp_degree <= bins:
             raise ConfigError(
-                f"loader: replica {dp_rank} of {dp_degree} with training.global_batch_size = {bins}; the "
-                "degree must divide the batch size"
+                f"loader: replica {dp_rank} of {dp_degree} with training.global_batch_size = {bins}; each replica "
+                "needs a microbatch, so raise it or lower the degree"
             )
         split = split or config.data.split
         if shuffle is None:
@@ -86,6 +88,7 @@ class Loader:
                 "dp_rank": dp_rank,
                 "dp_degree": dp_degree,
                 "assigner": assigner,
+                "dealer": dealer,
                 "may_be_short": may_be_short,
             },
             self._first,

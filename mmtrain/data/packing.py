@@ -4,7 +4,7 @@ The samples of all epochs form one endless sequence: each epoch is a permutation
 Each of several sources has such a sequence, and theirs are mixed: the source of each position is drawn from (seed,
 position). A step packs samples first-fit into the `training.global_batch_size` bins, whose capacity is a number of
 tokens, or of frames and clips. It ends at the first sample that fits no bin, with which the next step begins. The state
-is the position. A step's bins do not depend on the number of replicas (bin g belongs to replica g % dp), so a job
+is the position. A step's bins do not depend on the layout (which only says the replica that each belongs to), so a job
 resumes exactly with another number of replicas.
 """
 

@@ -6,7 +6,7 @@ clips of its own microbatches.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -33,6 +33,7 @@ from mmtrain.data.sources import Sources
 from mmtrain.errors import ConfigError, DataError, TooLongError, one_line
 from mmtrain.modality.metadata import AssignmentMeta, IterationMeta, MicrobatchMeta, sample_name
 from mmtrain.models.batch import Batch, check_batch
+from mmtrain.planner.assignment.dealing import Dealer, digest_of
 from mmtrain.planner.assignment.step_assigner import StepAssigner, language_members
 from mmtrain.spec.vae_shapes import latent_scale
 
@@ -109,6 +110,7 @@ class StepMaker:
         dp_rank, dp_degree: index and number of replicas.
         assigner: which microbatch a sample goes to, and how many a step has; None: bin g of first-fit is one of replica
             g % dp_degree, and a step fills all of them.
+        dealer: without an assigner, which replica each bin is of; None: as above.
         may_be_short: a split with fewer samples than microbatches makes steps with blank ones.
     Raises: ConfigError: source, split, tokenizer or image processor do not exist or do not fit the model.
     """
@@ -122,9 +124,10 @@ class StepMaker:
         dp_rank: int,
         dp_degree: int,
         assigner: StepAssigner | None = None,
+        dealer: Dealer | None = None,
         may_be_short: bool = False,
     ) -> None:
-        self._config, self._assigner, self._may_be_short = config, assigner, may_be_short
+        self._config, self._assigner, self._dealer, self._may_be_short = config, assigner, dealer, may_be_short
         key = "split" if split == config.data.split else "validation_split"
         self._split = f"the split {split!r} (data.{key}) of the source"
         self._dp_rank, self._dp_degree = dp_rank, dp_degree
@@ -156,12 +159,9 @@ class StepMaker:
         """
         # Samples that planning left out are distributed like bins, so that each is counted by one replica.
         num_skipped = len(plan.dropped[self._dp_rank :: self._dp_degree])
-        microbatches, assignment = self._own_microbatches(plan)
+        microbatches, assignment = self._assigned(plan) if self._assigner else self._dealt(plan)
         contents, early = [], []
-        own = bins_of_replica(len(plan.bins), self._dp_rank, self._dp_degree)
-        blanks = {number for number, index in enumerate(own) if index in plan.blank}
-        for number, members in enumerate(microbatches):
-            blank = number in blanks
+        for members, blank in microbatches:
             readable = [] if blank else self._read(members)
             num_skipped += 0 if blank else len(members) - len(readable)
             if not readable:  # so that the step keeps its shape
@@ -176,20 +176,29 @@ class StepMaker:
         check_batch(batch, meta, self._vae)
         return batch, meta
 
-    def _own_microbatches(self, plan: StepPlan) -> tuple[list[list[Member]], AssignmentMeta | None]:
-        """The members of this replica's microbatches."""
-        bins = self._with_occurrences(plan)
-        if self._assigner is None:
-            own = bins_of_replica(len(bins), self._dp_rank, self._dp_degree)
-            return [[(*item, False) for item in bins[index]] for index in own], None
-        start = time.perf_counter()
+    def _assigned(self, plan: StepPlan) -> tuple[list[tuple[list[Member], bool]], AssignmentMeta]:
+        """The members of this replica's microbatches as the assigner divides them, none of which is blank."""
+        assert self._assigner is not None
+        start, bins = time.perf_counter(), self._with_occurrences(plan)
         items = [item for members in bins for item in members]
         ends = list(accumulate(map(len, bins), initial=0))
         documents = [self._measured[sample].meta for sample, _ in items]
         assignment = self._assigner(documents, [range(*ends[b : b + 2]) for b in range(len(bins))])
         microbatches = language_members(assignment.replicas[self._dp_rank], documents)
         meta = AssignmentMeta(digest=assignment.digest, reason=assignment.message, seconds=time.perf_counter() - start)
-        return [[(*items[index], early) for index, early in members] for members in microbatches], meta
+        return [([(*items[index], early) for index, early in members], False) for members in microbatches], meta
+
+    def _dealt(self, plan: StepPlan) -> tuple[list[tuple[list[Member], bool]], AssignmentMeta | None]:
+        """The members of this replica's bins, and whether the bin is blank."""
+        bins, meta = self._with_occurrences(plan), None
+        own: Iterable[int] = bins_of_replica(len(bins), self._dp_rank, self._dp_degree)
+        if self._dealer is not None:
+            start = time.perf_counter()
+            metas = [MicrobatchMeta.of([self._measured[sample].meta for sample in samples]) for samples in plan.bins]
+            dealt = self._dealer(metas)
+            own = dealt[self._dp_rank]
+            meta = AssignmentMeta(digest=digest_of(dealt), seconds=time.perf_counter() - start)
+        return [([(*item, False) for item in bins[index]], index in plan.blank) for index in own], meta
 
     def notes(self) -> list[str]:
         """What is new to say about the samples that were read: keys that nobody reads."""

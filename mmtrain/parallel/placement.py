@@ -20,6 +20,7 @@ from mmtrain.parallel.planning import PlanAhead
 from mmtrain.parallel.replica_data import ReplicaData
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.parallel.torch_private import end_groups, process_groups
+from mmtrain.planner.assignment.dealing import Dealer
 from mmtrain.planner.assignment.step_assigner import StepAssigner
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.job import Job
@@ -62,7 +63,8 @@ class Placement:
         )
         job = jobs[mesh.place.pipeline]
         partition = job.partition
-        data, ahead = ReplicaData(config, mesh, job.spec, partition, StepAssigner.of(config, job)), None
+        assigner, dealer = StepAssigner.of(config, jobs), Dealer.of(config, jobs)
+        data, ahead = ReplicaData(config, mesh, job.spec, partition, assigner, dealer), None
         with ExitStack() as undo:
             if config.planner.enable:
                 ahead = PlanAhead(IterationPlanner(job), mesh, seed=seed, search=search, warm=searching.warm)

@@ -21,6 +21,7 @@ from mmtrain.modality.metadata import IterationMeta
 from mmtrain.modality.submesh import Submesh
 from mmtrain.models.batch import Batch, without_images
 from mmtrain.parallel.mesh import Mesh
+from mmtrain.planner.assignment.dealing import Dealer
 from mmtrain.planner.assignment.step_assigner import StepAssigner
 from mmtrain.planner.partition.partition import Partition
 from mmtrain.spec.spec import ModelSpec
@@ -42,7 +43,7 @@ class Item:
 
 
 class ReplicaData:
-    """Gives out the data of a job's splits to one rank. Args: assigner: of training samples, see `StepMaker`."""
+    """Gives out the data of a job's splits to one rank. Args: assigner, dealer: see `StepMaker`."""
 
     def __init__(
         self,
@@ -51,8 +52,9 @@ class ReplicaData:
         spec: ModelSpec,
         partition: Partition,
         assigner: StepAssigner | None = None,
+        dealer: Dealer | None = None,
     ) -> None:
-        self._config, self._mesh, self._assigner = config, mesh, assigner
+        self._config, self._mesh, self._assigner, self._dealer = config, mesh, assigner, dealer
         readers: dict[str, set[int]] = {}
         for module in spec.modules:
             stages, kind = (
@@ -122,6 +124,7 @@ class ReplicaData:
             num_steps=num_steps,
             num_workers=0 if validating else None,
             assigner=None if validating else self._assigner,
+            dealer=None if validating else self._dealer,
             may_be_short=validating,
         )
 

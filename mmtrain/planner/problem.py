@@ -3,10 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mmtrain.config.memory_amount import show_bytes
 from mmtrain.config.planner import PlannerConfig
 from mmtrain.costs.cost_model import CostModel
-from mmtrain.costs.overheads import charged
+from mmtrain.costs.overheads import Overheads, charged
 from mmtrain.errors import PlanError
 from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.batching import Batching
@@ -14,7 +17,7 @@ from mmtrain.planner.memory.options import MemoryChoices
 from mmtrain.planner.partition.partition import Partition
 from mmtrain.planner.prices import Prices, StagePrice
 from mmtrain.schedule.library.memory import choose_options, components
-from mmtrain.schedule.problem import PlanningProblem
+from mmtrain.schedule.problem import Option, PlanningProblem
 from mmtrain.spec.memory_strategies import BlockMemory
 from mmtrain.spec.spec import ModelSpec
 
@@ -79,15 +82,55 @@ def make_problem(
     return problem
 
 
-def _problem(
-    prices: "Prices", partition: Partition, batching: Batching, limits: Sequence[float | None] | None
-) -> PlanningProblem:
+def rank_seconds(
+    spec: ModelSpec,
+    partition: Partition,
+    batching: Batching,
+    costs: CostModel,
+    *,
+    memory: MemoryChoices = MemoryChoices(),  # noqa: B008
+    submesh: Submesh = Submesh(),  # noqa: B008
+) -> NDArray[np.float64]:
+    """[microbatch, pp_rank] -> seconds of the works, forward and backward, with the overheads of their dispatch but
+    not those of messages; without a planning problem, which takes several times as long to make.
+
+    Arguments: see `make_problem`. Blocks choose no memory strategy.
+    """
+    chains = {name: partition.of_module(name) for name in batching.modules}
+    prices = Prices(spec=spec, chains=chains, costs=costs, memory=memory.fixed, submesh=submesh, forward_only=False)
+    stages = [
+        (item.work, price, stage.pp_rank)
+        for number, (item, prices_of) in enumerate(zip(batching.items, _chains(prices, batching), strict=True))
+        for price, stage in zip(prices_of, chains[batching.module_of(number)], strict=True)
+    ]
+    of_options = np.array([_seconds(options[0], costs.overheads) for options in prices.table])
+    num_microbatches = 1 + max(work.microbatch for work, _, _ in stages)
+    cells = [work.microbatch * partition.num_ranks + rank for work, _, rank in stages]
+    weights = of_options[[price.options for _, price, _ in stages]]
+    summed = np.zeros(num_microbatches * partition.num_ranks)
+    np.add.at(summed, cells, weights)
+    return summed.reshape(num_microbatches, partition.num_ranks)
+
+
+def _seconds(option: Option, overheads: Overheads) -> float:
+    backward_s = option.backward_input_s + option.backward_weight_s
+    return option.forward_s + overheads.forward_s + (backward_s + overheads.backward_s if backward_s else 0.0)
+
+
+def _chains(prices: Prices, batching: Batching) -> list[list[StagePrice]]:
+    """[work] -> the prices of the stages of its module."""
     prices_of: list[list[StagePrice]] = []
     sizes = batching.priced_sizes(prices.submesh)
     for number, item in enumerate(batching.items):
         grad = not prices.forward_only and any(prices_of[source][-1].grad for source in item.work.after)
-        module = batching.module_of(number)
-        prices_of.append(prices.chain(module, sizes[number], grad))
+        prices_of.append(prices.chain(batching.module_of(number), sizes[number], grad))
+    return prices_of
+
+
+def _problem(
+    prices: "Prices", partition: Partition, batching: Batching, limits: Sequence[float | None] | None
+) -> PlanningProblem:
+    prices_of = _chains(prices, batching)
     try:
         problem = PlanningProblem.build(
             num_ranks=partition.num_ranks,

@@ -30,9 +30,10 @@ def make_job(config: Config, choose: Choose = choose_partition) -> Job:
     With planner.memory_limit and a device of known memory, activations may take what the limit leaves for them.
     The memory that a process takes in addition to tensors is not known yet and counts as 0 bytes.
 
-    Args: choose: the partition, that of a simulated baseline.
+    Args: config: of pipelines of one depth (`of_pipeline`). choose: the partition, that of a simulated baseline.
     Raises: ConfigError: a model that cannot be built or cut, or a limit that leaves nothing for activations.
     """
+    assert not config.parallelism.pipelines, "each pipeline has a job of its own"
     spec = job_spec(config)
     schedule = job_schedule(config)
     check_memory_limit(

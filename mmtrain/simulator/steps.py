@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
 import numpy as np
 
 from mmtrain.config.config import Config
 from mmtrain.modality.metadata import ClipMeta, DocumentMeta, IterationMeta, MicrobatchMeta
 from mmtrain.modality.typical import Bins
+from mmtrain.planner.assignment.dealing import Dealer
 from mmtrain.planner.assignment.sample_costs import SampleCosts
 from mmtrain.simulator.workloads import draw
 
@@ -42,7 +44,13 @@ def packed_step(config: Config, costs: SampleCosts, seed: tuple[int, ...]) -> St
     return tuple(microbatches)
 
 
-def divided(step: Sequence[MicrobatchMeta], dp: int) -> list[IterationMeta]:
-    """[replica] -> its part of a step. Args: dp: replicas, which divide the number of microbatches."""
-    count = len(step) // dp
-    return [IterationMeta(microbatches=tuple(step[first : first + count])) for first in range(0, count * dp, count)]
+def divided(step: Sequence[MicrobatchMeta], dp: int, dealer: Dealer | None = None) -> list[IterationMeta]:
+    """[replica] -> its part of a step.
+
+    Args: dp: replicas, each of which takes as many microbatches in a row, the first ones one more. dealer: of pipelines
+    of unequal depth, by which they are dealt as in training.
+    """
+    if dealer is not None:
+        return [IterationMeta(microbatches=tuple(step[index] for index in own)) for own in dealer(step)]
+    ends = list(accumulate(len(step) // dp + (replica < len(step) % dp) for replica in range(dp)))
+    return [IterationMeta(microbatches=tuple(step[first:end])) for first, end in pairwise([0, *ends])]

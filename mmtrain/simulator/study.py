@@ -11,6 +11,7 @@ from mmtrain.config.config import Config, check
 from mmtrain.costs.machine import Machine
 from mmtrain.errors import ConfigError, PlanError
 from mmtrain.modality.metadata import IterationMeta
+from mmtrain.planner.assignment.dealing import Dealer
 from mmtrain.planner.assignment.step_assigner import StepAssigner
 from mmtrain.planner.memory.limit import MemoryBudget, MemoryRule
 from mmtrain.planner.search_settings import PLANNED
@@ -18,7 +19,7 @@ from mmtrain.schedule.library.names import check_name
 from mmtrain.schedule.recipe.files import schedule_of
 from mmtrain.schedule.timeline import Timeline
 from mmtrain.simulator.breakdown import Breakdown
-from mmtrain.simulator.steps import divided, drawn_steps
+from mmtrain.simulator.steps import Step, divided, drawn_steps
 from mmtrain.simulator.typical_iterations import usual_workload
 from mmtrain.simulator.whole_iteration import IterationSimulator, SimulatedIteration
 
@@ -162,13 +163,12 @@ def simulate_job(question: Question, progress: Callable[[str, int], None] = lamb
         seed=question.seed,
         image_side=question.image_side or 0,
     )
-    dp = config.parallelism.layout.dp
-    batches = [divided(step, dp)[: question.simulated_replicas] for step in steps]
-    results = []
+    results, images = [], tuple[float, ...]()
     for schedule in question.schedules:
         job = ScheduledJob.of(config, schedule, question.evaluations, machine)
+        batches = [job.divided(step)[: question.simulated_replicas] for step in steps]
         results.append(_answer(question, job, schedule, batches, progress))
-    images = tuple(_mean_images(step) for step in batches)
+        images = images or tuple(_mean_images(step) for step in batches)
     return Report(question=question, machine=machine, answers=tuple(results), images=images)
 
 
@@ -250,8 +250,12 @@ class ScheduledJob:
             job, machine.network, searches=searches, peak_flops=machine.peak_flops, tells_apart=tells_apart
         )
         as_simulated = replace(job, planner=replace(job.planner, enable=searches))
-        assigner = StepAssigner.of(as_simulated, simulator.jobs[0]) if job.assignment.policy != "none" else None
+        assigner = StepAssigner.of(as_simulated, simulator.jobs) if job.assignment.policy != "none" else None
         return cls(config=job, simulator=simulator, assigner=assigner, notes=notes)
+
+    def divided(self, step: Step) -> list[IterationMeta]:
+        """[replica] -> its part of a step."""
+        return divided(step, self.config.parallelism.layout.dp, Dealer.of(self.config, self.simulator.jobs))
 
     def simulate(
         self, metas: Sequence[IterationMeta], *, seed: int, step: int, replicas: Sequence[int] = ()

@@ -40,7 +40,7 @@ def made_of(seq_len: int) -> Job:
 
 def loaded(job: Config, num: int, **options: Any) -> list[list[Step]]:
     """[replica][step]"""
-    assigner = StepAssigner.of(job, made_of(job.training.seq_len))
+    assigner = StepAssigner.of(job, [made_of(job.training.seq_len)])
     degree = job.parallelism.layout.dp
     replicas = []
     for rank in range(degree):

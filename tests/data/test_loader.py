@@ -361,7 +361,7 @@ def test_parts_that_do_not_fit_are_refused(charts: Path, tmp_path: Path) -> None
     (tmp_path / "preprocessor_config.json").write_text('{"size": {"height": 99, "width": 99}}')
     with pytest.raises(ConfigError, match="makes images of side 99, but the encoder's image_size is 56"):
         Loader(make_config(charts, encoder=SIGLIP, image_processor=str(tmp_path)))
-    with pytest.raises(ConfigError, match="the degree must divide the batch size"):
+    with pytest.raises(ConfigError, match="each replica needs a microbatch"):
         Loader(make_config(charts), dp_degree=3)
     with pytest.raises(ConfigError, match="image_token = 'x'"):
         Loader(dataclasses.replace(make_config(charts), tokenizer=TokenizerConfig(image_token="x")))

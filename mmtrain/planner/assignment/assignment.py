@@ -68,5 +68,12 @@ def language_samples(microbatches: Sequence[AssignedMicrobatch]) -> tuple[tuple[
     return tuple(of_language)
 
 
-Judge = Callable[[Sequence[AssignedMicrobatch]], float]
-"""The makespan of one replica's microbatches, in any unit."""
+Judge = Callable[[int, Sequence[AssignedMicrobatch]], float]
+"""(replica, its microbatches) -> its makespan, in any unit."""
+Dealt = tuple[tuple[int, ...], ...]
+"""[replica] -> its microbatches of the step, ascending; every one has at least one."""
+
+
+def in_turns(num_microbatches: int, num_replicas: int) -> Dealt:
+    """Microbatch g of a step for replica g % R."""
+    return tuple(tuple(range(replica, num_microbatches, num_replicas)) for replica in range(num_replicas))

@@ -11,11 +11,11 @@ from mmtrain.planner.assignment.filling import NoRoomError, Step, assignment_of,
 
 def longest_first(step: Step) -> Assignment:
     """Longest processing time first by total work: to the replica with least, there to the microbatch with least."""
-    replicas = step.loads(step.num_replicas, step.num_microbatches)
-    microbatches = [step.loads(step.num_microbatches) for _ in replicas]
+    replicas = step.replicas()
+    microbatches = [step.microbatches(count) for count in step.counts]
     costs = step.samples
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i].total_ns, i)):
-        for replica in sorted(replicas, key=lambda load: (load.total_ns, load.index)):
+        for replica in sorted(replicas, key=lambda load: (load.total_ns * step.pace(load.index), load.index)):
             options = [load for load in microbatches[replica.index] if load.has_room(costs[i])]
             if options:
                 min(options, key=lambda load: (load.total_ns, load.index)).add(i, costs[i])
@@ -31,11 +31,11 @@ def longest_first(step: Step) -> Assignment:
 def _dealt_bins(step: Step, why: str) -> Assignment:
     """First-fit's bins, longest first to the replica with the least work that has not all of its microbatches yet."""
     totals = [sum(step.samples[i].total_ns for i in own) for own in step.bins]
-    work = [0] * step.num_replicas
+    work = [0] * len(step.counts)
     dealt: list[list[int]] = [[] for _ in work]
     for b in sorted(range(len(totals)), key=lambda b: (-totals[b], b)):
         replica = min(
-            (r for r in range(len(work)) if len(dealt[r]) < step.num_microbatches), key=lambda r: (work[r], r)
+            (r for r in range(len(work)) if len(dealt[r]) < step.counts[r]), key=lambda r: (work[r] * step.pace(r), r)
         )
         dealt[replica].append(b)
         work[replica] += totals[b]
@@ -64,12 +64,12 @@ def refined(
     now = list(start.replicas)
     if evaluations < len(now):
         return start
-    seconds, used = [judge(own) for own in now], len(now)
-    counts = sorted({eighths * step.num_microbatches // 8 for eighths in _EIGHTHS}, reverse=True) if fewer else []
-    for count, r in product(counts, range(len(now))):
-        larger = _in_microbatches(step, start.replicas[r], count)
+    seconds, used = [judge(r, own) for r, own in enumerate(now)], len(now)
+    for place, r in product(range(len(_EIGHTHS) if fewer else 0), range(len(now))):
+        counts = sorted({eighths * step.counts[r] // 8 for eighths in _EIGHTHS}, reverse=True)
+        larger = _in_microbatches(step, start.replicas[r], counts[place]) if place < len(counts) else None
         if larger is not None and used < evaluations:
-            time, used = judge(larger), used + 1
+            time, used = judge(r, larger), used + 1
             if time < seconds[r]:
                 now[r], seconds[r] = larger, time
     for _ in range(_TRIES * evaluations):
@@ -80,7 +80,7 @@ def refined(
             continue
         if used + len(changed) > evaluations:
             break
-        times = {r: judge(own) for r, own in changed.items()}
+        times = {r: judge(r, own) for r, own in changed.items()}
         used += len(changed)
         after = [times.get(r, s) for r, s in enumerate(seconds)]
         if sorted(after, reverse=True) < sorted(seconds, reverse=True):
@@ -94,7 +94,7 @@ def _in_microbatches(
     step: Step, microbatches: Sequence[AssignedMicrobatch], count: int
 ) -> tuple[AssignedMicrobatch, ...] | None:
     """The samples of a replica in another number of microbatches, longest first; None: they have no room."""
-    members, loads = [i for own in microbatches for i in own.samples], step.loads(count)
+    members, loads = [i for own in microbatches for i in own.samples], step.microbatches(count)
     order = sorted(members, key=lambda i: (-step.samples[i].total_ns, i))
     try:
         fill(step, order, loads, lambda load, _: (load.total_ns, load.index))

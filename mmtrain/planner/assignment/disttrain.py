@@ -1,12 +1,13 @@
 """DistTrain's reordering of samples and microbatches. Pure. Source: DistTrain, arXiv:2408.04275, section 5."""
 
 import itertools
+from collections.abc import Sequence
 
 from mmtrain.planner.assignment.assignment import Assignment
 from mmtrain.planner.assignment.filling import NoRoomError, Step, assignment_of, falling, fill
 
 
-def disttrain(step: Step, num_ranks: int) -> Assignment:
+def disttrain(step: Step, num_ranks: Sequence[int]) -> Assignment:
     """DistTrain's two reorderings: samples over replicas, longest encoder work first to the least encoder load; then
     the microbatches of each replica, of equal numbers of samples in the order of the step.
 
@@ -14,16 +15,21 @@ def disttrain(step: Step, num_ranks: int) -> Assignment:
     for it come last, where the encoder has nothing more to fill. Between them each position takes the microbatch whose
     encoder work is closest to the language work that is done meanwhile, num_ranks - 1 positions earlier.
     """
-    replicas, count = step.loads(step.num_replicas, step.num_microbatches), step.num_microbatches
+    replicas = step.replicas()
     fill(
         step,
         falling(step, range(len(step.samples))),
         replicas,
         lambda load, cost: (
-            (len(load.samples), load.index) if not cost.encoder_ns else (load.encoder_ns, len(load.samples), load.index)
+            (len(load.samples) * step.pace(load.index), load.index)
+            if not cost.encoder_ns
+            else (load.encoder_ns * step.pace(load.index), len(load.samples), load.index)
         ),
     )
-    return assignment_of([_reordered(step, _runs(step, sorted(own.samples), count), num_ranks) for own in replicas])
+    return assignment_of(
+        _reordered(step, _runs(step, sorted(own.samples), count), ranks)
+        for own, count, ranks in zip(replicas, step.counts, num_ranks, strict=True)
+    )
 
 
 def _runs(step: Step, members: list[int], count: int) -> list[list[int]]:

@@ -14,13 +14,14 @@ def entrain(step: Step, *, defer: bool, fewer: bool, levels: int) -> Assignment:
     """Algorithm 4. What it leaves open: the upper half by language work is the coarse set; of an odd number of
     microbatches the middle one counts as underloaded; samples without encoder work, which cannot change an encoder
     load, go to the microbatch with the least language work."""
-    replicas = step.loads(step.num_replicas, step.num_microbatches)
-    fill(step, falling(step, range(len(step.samples))), replicas, lambda load, _: (load.language_ns, load.index))
+    replicas = step.replicas()
+    key = lambda load, _: (load.language_ns * step.pace(load.index), load.index)  # noqa: E731
+    fill(step, falling(step, range(len(step.samples))), replicas, key)
     return Assignment(
         replicas=tuple(
-            _paired(step, _strata(step, replica.samples, fewer), levels)
+            _paired(step, _strata(step, replica, fewer), levels)
             if defer
-            else tuple(AssignedMicrobatch(tuple(own)) for own in _strata(step, replica.samples, fewer))
+            else tuple(AssignedMicrobatch(tuple(own)) for own in _strata(step, replica, fewer))
             for replica in replicas
         )
     )
@@ -36,13 +37,13 @@ def effective_microbatches(num_microbatches: int, encoder_ns: Sequence[int]) -> 
     return min(num_microbatches, sum(encoder_ns) // most) if most else num_microbatches
 
 
-def _strata(step: Step, members: Sequence[int], fewer: bool) -> list[list[int]]:
+def _strata(step: Step, replica: Load, fewer: bool) -> list[list[int]]:
     """The samples of each microbatch of a replica: coarse, then fine ones, each to the least encoder load (4.5.1)."""
-    costs, count = step.samples, step.num_microbatches
+    costs, members, count = step.samples, replica.samples, step.counts[replica.index]
     if fewer:
         count = min(len(members), effective_microbatches(count, [costs[i].encoder_ns for i in members]))
     coarse = set(sorted(members, key=lambda i: (-costs[i].language_ns, i))[: len(members) // 2])
-    loads = step.loads(count)
+    loads = step.microbatches(count)
     for stratum in (coarse, set(members) - coarse):
         fill(step, falling(step, stratum), loads, _least_encoder)
     if not all(load.samples for load in loads):

@@ -3,9 +3,10 @@ explicit keys of ties, so that every process that knows the same costs gets the 
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
-from mmtrain.planner.assignment.assignment import AssignedMicrobatch, Assignment, SampleCost
+from mmtrain.planner.assignment.assignment import AssignedMicrobatch, Assignment, Dealt, SampleCost
 
 
 class NoRoomError(Exception):
@@ -18,22 +19,33 @@ class Step:
 
     samples: Sequence[SampleCost]
     bins: Sequence[Sequence[int]]
-    num_replicas: int
+    dealt: Dealt
+    """[replica] -> its bins, if they stay as they are; it has as many microbatches."""
     capacity: tuple[int, ...]
+    paces: tuple[int, ...] = ()
+    """[replica] -> time of its pipeline for equal work, in any unit; empty: equal ones."""
 
-    @property
-    def num_microbatches(self) -> int:
-        """Of a replica."""
-        return len(self.bins) // self.num_replicas
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """[replica] -> its microbatches."""
+        return tuple(map(len, self.dealt))
 
     @property
     def first_fit(self) -> Assignment:
         """The bins as given."""
-        return assignment_of(self.bins[r :: self.num_replicas] for r in range(self.num_replicas))
+        return assignment_of([self.bins[b] for b in own] for own in self.dealt)
 
-    def loads(self, count: int, times: int = 1) -> "list[Load]":
-        """Empty loads. Args: times: microbatches that each stands for."""
-        return [Load(index, [times * most for most in self.capacity]) for index in range(count)]
+    def pace(self, replica: int) -> int:
+        """Time of a replica's pipeline for equal work."""
+        return self.paces[replica] if self.paces else 1
+
+    def replicas(self) -> "list[Load]":
+        """An empty load for each replica, with the room of its microbatches."""
+        return [Load(index, [count * most for most in self.capacity]) for index, count in enumerate(self.counts)]
+
+    def microbatches(self, count: int) -> "list[Load]":
+        """An empty load for each microbatch. Args: count: of them."""
+        return [Load(index, list(self.capacity)) for index in range(count)]
 
     def fits(self, members: Iterable[int]) -> bool:
         """Whether some samples are within the capacity of one microbatch."""

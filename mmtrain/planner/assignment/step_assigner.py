@@ -7,13 +7,15 @@ assignments, whose digests the replicas compare.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from mmtrain.config.assignment import AssignmentConfig
 from mmtrain.config.config import Config
 from mmtrain.errors import PlanError
 from mmtrain.modality.metadata import DocumentMeta, IterationMeta, MicrobatchMeta
 from mmtrain.planner.assignment.assign import assign
-from mmtrain.planner.assignment.assignment import AssignedMicrobatch, Assignment, language_samples
+from mmtrain.planner.assignment.assignment import AssignedMicrobatch, Assignment, Dealt, in_turns, language_samples
+from mmtrain.planner.assignment.dealing import Dealer, deal, paces
 from mmtrain.planner.assignment.sample_costs import SamplePricer
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.job import Job
@@ -32,56 +34,75 @@ class StepAssigner:
     """Assigns documents to microbatches of replicas as `[assignment]` says."""
 
     section: AssignmentConfig
-    planner: IterationPlanner
-    """Of one replica, which judges assignments; with those memory limits that the config alone tells."""
+    planners: tuple[IterationPlanner, ...]
+    """[pipeline] -> that of its replicas, which judges assignments, with those memory limits that the config alone
+    tells; of pipelines of one depth, one for all."""
     pricer: SamplePricer
     num_replicas: int
+    dealer: Dealer | None
+    """Of pipelines of unequal depth."""
     seed: int
     """Of the job."""
 
     @classmethod
-    def of(cls, config: Config, job: Job) -> "StepAssigner | None":
-        """That of a job; None: the first microbatch with room has each sample."""
+    def of(cls, config: Config, jobs: Sequence[Job]) -> "StepAssigner | None":
+        """That of a job; None: the first microbatch with room has each sample. Args: jobs: [pipeline] -> its job."""
         if not config.assignment.assigns:
             return None
-        section = config.planner
-        if section.memory_limit and job.activation_limits is None:  # of a device that other processes may not have
+        section, dealer = config.planner, Dealer.of(config, jobs)
+        if section.memory_limit and jobs[0].activation_limits is None:  # of a device that other processes may not have
             section = replace(section, memory_limit="", split_backward=False)  # Ws that wait would hold too much
         return cls(
             section=config.assignment,
-            planner=IterationPlanner(replace(job, section=section)),
+            planners=tuple(IterationPlanner(replace(job, section=section)) for job in (jobs if dealer else jobs[:1])),
             pricer=SamplePricer.of(config),
             num_replicas=config.parallelism.layout.dp,
+            dealer=dealer,
             seed=config.debug.seed,
         )
 
     def __call__(self, documents: Sequence[DocumentMeta], bins: Bins) -> Assignment:
         """The microbatches of all replicas. Args: documents: the step's samples. bins: those of first-fit."""
+        if self.dealer is None:
+            return self._assigned(documents, bins, in_turns(len(bins), self.num_replicas))
+        seconds = self.dealer.seconds([MicrobatchMeta.of(documents[i] for i in own) for own in bins])
+        return self._assigned(documents, bins, deal(seconds), paces(seconds))
+
+    def _assigned(
+        self, documents: Sequence[DocumentMeta], bins: Bins, dealt: Dealt, of_replicas: tuple[int, ...] = ()
+    ) -> Assignment:
+        """Args: dealt: the bins of each replica. of_replicas: their paces; empty: equal ones."""
         section = self.section
         pricer = replace(self.pricer, _modules={})  # it remembers every size, and those of other steps hardly recur
 
-        def judge(microbatches: Sequence[AssignedMicrobatch]) -> float:
-            return self.makespan_s(IterationMeta(microbatches=language_microbatches(microbatches, documents)))
+        def judge(replica: int, microbatches: Sequence[AssignedMicrobatch]) -> float:
+            meta = IterationMeta(microbatches=language_microbatches(microbatches, documents))
+            return self.makespan_s(meta, replica)
 
         return assign(
             section.policy,
             [pricer.cost(document, (document.num_tokens,)) for document in documents],
             bins,
-            num_replicas=self.num_replicas,
+            dealt=dealt,
+            paces=of_replicas,
             capacity=(self.pricer.seq_len,),
             defer=section.defer,
             fewer_microbatches=section.fewer_microbatches,
             levels=section.levels,
-            num_ranks=self.planner.job.partition.num_ranks,
+            num_ranks=[self._planner(r).job.partition.num_ranks for r in range(len(dealt))],
             judge=judge if section.policy == "balanced" else None,
-            evaluations=section.evaluations * self.num_replicas,
+            evaluations=section.evaluations * len(dealt),
             seed=self.seed,
         )
 
-    def makespan_s(self, meta: IterationMeta) -> float:
-        """Seconds of one replica's batch: those of a short search where plans are searched, else of the job's schedule;
+    def _planner(self, replica: int) -> IterationPlanner:
+        return self.planners[replica // self.dealer.shards if self.dealer else 0]
+
+    def makespan_s(self, meta: IterationMeta, replica: int = 0) -> float:
+        """Seconds of a replica's batch: those of a short search where plans are searched, else of the job's schedule;
         infinite: no plan fits, or a recipe gets stuck."""
-        planner, section = self.planner, self.planner.job.section
+        planner = self._planner(replica)
+        section = planner.job.section
         try:
             if section.enable and section.interleave:
                 options = search_options(section, seed=0, threads=1)
@@ -93,14 +114,20 @@ class StepAssigner:
 
     def reassigned(self, metas: Sequence[IterationMeta]) -> list[IterationMeta]:
         """The batches of replicas with all of their documents assigned anew. Args: metas: [replica] -> its batch."""
-        documents, bins = list[DocumentMeta](), list[range]()
-        for microbatches in zip(*(meta.microbatches for meta in metas), strict=True):  # bin g is one of replica g % R
-            for microbatch in microbatches:
+        documents, bins, dealt = list[DocumentMeta](), list[range](), [list[int]() for _ in metas]
+        for microbatches in zip_longest(*(meta.microbatches for meta in metas)):  # replicas take turns
+            for own, microbatch in zip(dealt, microbatches, strict=True):
+                if microbatch is None:
+                    continue
                 first = len(documents)
                 # Drawn documents of several replicas have the same numbers.
                 documents += [document.numbered(first + i) for i, document in enumerate(microbatch.documents)]
+                own.append(len(bins))
                 bins.append(range(first, len(documents)))
-        assignment = replace(self, num_replicas=len(metas))(documents, bins)
+        if self.dealer is None:
+            assignment = self._assigned(documents, bins, tuple(map(tuple, dealt)))
+        else:
+            assignment = self(documents, bins)
         return [IterationMeta(microbatches=language_microbatches(own, documents)) for own in assignment.replicas]
 
 

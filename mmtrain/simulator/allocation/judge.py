@@ -21,7 +21,7 @@ from mmtrain.planner.search_settings import PLANNED
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.timeline import Timeline
 from mmtrain.simulator.allocation.candidate import Candidate
-from mmtrain.simulator.steps import Step, divided
+from mmtrain.simulator.steps import Step
 from mmtrain.simulator.study import ScheduledJob
 from mmtrain.simulator.whole_iteration import SimulatedIteration
 
@@ -116,7 +116,7 @@ class Judge:
         made = self._job(candidate)
         if isinstance(made, Judged):
             return None
-        first = divided(self.steps(made[0].config)[0], made[0].config.parallelism.layout.dp)[0]
+        first = made[0].divided(self.steps(made[0].config)[0])[0]
         meta = IterationMeta(microbatches=first.microbatches[: effort.num_microbatches])
         try:
             return IterationPlanner(made[0].simulator.jobs[0]).problem(meta, searched=True)[1]
@@ -147,7 +147,7 @@ class Judge:
         """A simulated iteration and the seconds of the whole one."""
         layout, step = job.config.parallelism.layout, self.steps(job.config)[index]
         dp = layout.dp
-        replicas = divided(step, dp)
+        replicas = job.divided(step)
         if effort.num_microbatches >= len(step):
             iteration, _ = job.simulate(replicas, seed=self.seed, step=index)
             return iteration, iteration.iteration_s

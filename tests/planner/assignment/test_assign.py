@@ -10,12 +10,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.config.assignment import Policy
-from mmtrain.planner.assignment.assign import assign
-from mmtrain.planner.assignment.assignment import AssignedMicrobatch, Assignment, SampleCost, language_samples
+from mmtrain.planner.assignment.assign import assign as assign_dealt
+from mmtrain.planner.assignment.assignment import (
+    AssignedMicrobatch,
+    Assignment,
+    SampleCost,
+    in_turns,
+    language_samples,
+)
 from mmtrain.planner.assignment.entrain import SubsetSums, bottleneck_match, effective_microbatches
 
 FIGURE = [[6, 6, 8], [6, 6, 6], [6, 7, 9]]
 """Entrain, figure 4.10b: microbatches 3, 4, 6 against 1, 2, 5."""
+
+
+def assign(policy, samples, bins, *, num_replicas, num_ranks=1, judge=None, **options):
+    """Of equal replicas, which take the bins in turns. Args: judge: of a replica's microbatches."""
+    return assign_dealt(
+        policy,
+        samples,
+        bins,
+        dealt=in_turns(len(bins), num_replicas),
+        num_ranks=[num_ranks] * num_replicas,
+        judge=judge and (lambda replica, microbatches: judge(microbatches)),
+        **options,
+    )
 
 
 def samples_of(pairs, sizes=None):

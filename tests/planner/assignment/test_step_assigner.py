@@ -21,7 +21,7 @@ def judged(*keys):
     """(planner, batch, its judged seconds)."""
     job = config.load("vlm_s.toml", ["planner.hardware=h800x16", "planner.memory_limit=", *JOB, *keys])
     made, meta = make_job(job), draw("mix", Bins.of(job), seed=0, iteration=0)
-    assigner = StepAssigner.of(job, made)
+    assigner = StepAssigner.of(job, [made])
     assert assigner is not None
     return IterationPlanner(made), meta, assigner.makespan_s(meta)
 
@@ -47,7 +47,7 @@ def test_with_a_device_of_unknown_memory_no_plan_holds_weight_gradients_back():
     """Its plans would hold more than any device, and look shorter than those that the job can have."""
     job = config.load("vlm_s.toml", [*JOB, *SEARCHED, "planner.memory_limit=92%"])
     assert not job.planner.hardware
-    assigner = StepAssigner.of(job, make_job(job))
-    section = assigner.planner.job.section
+    assigner = StepAssigner.of(job, [make_job(job)])
+    section = assigner.planners[0].job.section
     assert section == replace(job.planner, memory_limit="", split_backward=False)
     assert assigner.makespan_s(draw("mix", Bins.of(job), seed=0, iteration=0)) < math.inf
