@@ -103,3 +103,38 @@ def test_a_killed_job_continues_exactly(tmp_path, charts):
     run_ranks(train, 3, path, [*SAVING, *pipelines(2, 1)])
     for key in ("loss", "grad_norm"):
         assert metrics(path.parent, key) == metrics(whole_job, key)
+
+
+ASSIGNED = ["assignment.policy=entrain", "assignment.samples_per_step=16"]
+
+
+@pytest.mark.parametrize(
+    ("words", "world"),
+    [
+        ([*pipelines(2, 1), "training.global_batch_size=5"], 3),
+        ([*pipelines(1, 2), "parallelism.data_parallel_shard_degree=2", "training.global_batch_size=7", *PLANNED], 6),
+        (["parallelism.data_parallel_replicate_degree=2", "training.global_batch_size=5"], 2),
+    ],
+    ids=["unequal", "unequal, sharded and planned", "equal, but no multiple"],
+)
+def test_microbatches_need_not_divide_evenly(tmp_path, charts, words, world):
+    """The samples of a step are those of one process, and so are loss, norm, tokens and held-out answers."""
+    extra = [*CONSTANT, "training.steps=3", "validation.enable=true", "validation.freq=3", "validation.generate=3"]
+    count = next(word for word in words if "global_batch" in word)
+    path = write_config(tmp_path, charts)
+    run_ranks(train, world, path, [*extra, *words])
+    one = finished(charts, 1, [*extra, count])
+    for key in ("loss", "grad_norm", "tokens", "images", "validation_loss"):
+        wanted, found = metrics(one, key), metrics(path.parent, key)
+        assert sorted(found) == sorted(wanted) and wanted, key
+        assert all(abs(found[step] - value) <= CURVE_TOLERANCE * abs(value) for step, value in wanted.items()), key
+
+
+def test_an_assignment_over_unequal_pipelines_trains_all_samples_of_the_step(tmp_path, charts):
+    extra = [*CONSTANT, *ASSIGNED, "training.steps=3", "training.global_batch_size=5"]
+    path = write_config(tmp_path, charts)
+    run_ranks(train, 5, path, [*extra, *pipelines(2, 3)])
+    one, found = finished(charts, 1, extra), path.parent
+    assert metrics(found, "tokens") == metrics(one, "tokens") and len(metrics(one, "tokens")) == 3
+    for step, loss in metrics(one).items():
+        assert abs(metrics(found)[step] - loss) <= CURVE_TOLERANCE * loss
