@@ -57,3 +57,11 @@ def test_wrong_world_size_says_the_product():
 def test_a_rank_outside_is_refused():
     with pytest.raises(ConfigError, match="rank 4 is outside"):
         JobLayout.grid(pp=4).coordinates(4)
+
+
+def test_a_stage_of_unequal_pipelines_lies_inside_of_a_node():
+    JobLayout(depths=(2, 3), dp_shard=2, tp=2).check_nodes(8)
+    JobLayout(depths=(2, 3), dp_shard=2, tp=2).check_nodes(20)  # one node
+    JobLayout.grid(pp=2, dp_replicate=2, dp_shard=16).check_nodes(8)
+    with pytest.raises(ConfigError, match=r"pipelines = \[2, 3\]: a stage has .* = 16 ranks, and a node has 8"):
+        JobLayout(depths=(2, 3), dp_shard=8, tp=2).check_nodes(8)
