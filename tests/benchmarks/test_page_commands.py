@@ -14,7 +14,7 @@ from tests.guides import DOCS, ROOT, Command, make_source_tree, run_anew, small_
 
 COUNTS = ("rounds", "steps", "iterations", "repetitions", "batches", "ranks", "replicas", "limit", "wait", "gpus")
 SIZES = {"--free": 0, "--training.global_batch_size": 1, "--chart": 1, "--unit-ms": 1}
-SIZES |= {f"--{name}": 1 for name in (*COUNTS, "models", "setups", "workloads")}
+SIZES |= {f"--{name}": 1 for name in (*COUNTS, "models", "setups", "workloads", "pipelines")}
 """Options that say how much is done, and not what -> number of words that follow, unless there is a `=`."""
 
 SMALL = {
@@ -24,6 +24,7 @@ SMALL = {
     "python benchmarks/planning.py": "--repetitions 1",
     "python benchmarks/accuracy.py": "--rounds 1 --steps 1",
     "python benchmarks/emulate.py": "--ranks 2 --microbatches 4 --repetitions 1 --batches 1 --unit-ms 1",
+    "python benchmarks/emulate_pipelines.py": "--pipelines 1,2 --microbatches 4 --repetitions 1 --unit-ms 1",
     "python benchmarks/robust.py": "--ranks 2 --microbatches 4 --batches 1 --draws 1 --evaluations 20 --unit-ms 1",
     "torchrun --nproc-per-node 2 benchmarks/runtime_overhead.py": "--microbatches 4 --repetitions 1 --steps 1",
     "python benchmarks/one_gpu.py": "--size tiny --rounds 1 --steps 1",
