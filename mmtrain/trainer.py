@@ -199,7 +199,7 @@ class Trainer:
 
     def _build(self, device: torch.device) -> None:
         """Places the job as its config says, with initial weights. Collective over the job."""
-        log_start(self.config, self.job, device, self._cut_s)
+        log_start(self.config, self.jobs, device, self._cut_s)
         self._memory = JobMemory.budgeted(self.config, self.jobs, device, self._device_memory)
         self._placement = Placement.build(self.config, self.jobs, device, self._search)
         self._runner = BatchRunner(

@@ -1,5 +1,6 @@
 """A summary of a job's resolved config for the first lines of the log, and what the last line says."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 
 from mmtrain.config.assignment import AssignmentConfig
@@ -13,6 +14,7 @@ from mmtrain.planner.partition.pipeline_layout import show_layout
 from mmtrain.planner.search_settings import show_switches
 from mmtrain.spec.composites import class_name
 from mmtrain.spec.modules import families, shape_of, whole_kind, why_not_whole
+from mmtrain.spec.spec import ModuleSpec
 from mmtrain.spec.vae_shapes import VaeShape
 
 FEW_CLIPS = 32_000
@@ -20,22 +22,25 @@ FEW_CLIPS = 32_000
 docs/log.md, "Samples that are noise"."""
 
 
-def start_lines(config: Config, job: Job, *, device: str, threads: int, cut_s: float) -> list[str]:
+def start_lines(config: Config, jobs: Sequence[Job], *, device: str, threads: int, cut_s: float) -> list[str]:
     """The models and their data, size and cut of each module, mesh and planner.
 
-    Args: device: its type. threads: of one rank's search. cut_s: seconds that the partition took.
+    Args:
+        jobs: [pipeline] -> its job.
+        device: its type.
+        threads: of one rank's search.
+        cut_s: seconds that the partitions took.
     """
     known = families(config.model)
     names = dict.fromkeys(section.pretrained or known[module] for module, section in config.model.sections.items())
     lines = [f"{' + '.join(names)} on {config.data.description}, into {config.job.dump_folder}"]
-    for module in job.spec.modules:
-        stages = job.partition.of_module(module.name)
+    by_depth = {job.partition.num_ranks: job for job in jobs}
+    for module in jobs[0].spec.modules:
         total, trained = module.num_params, module.num_trainable_params
         part = "" if trained == total else f" ({trained:,} train)" if trained else " (frozen)"
         lines.append(
             f"{module.name}: {_model(config.model, module.name)}; {total:,} parameters{part}, "
-            f"{len(module.layers)} layers in {len(stages)} chunk{'' if len(stages) == 1 else 's'}: "
-            f"{show_layout(module, [stage.layers for stage in stages])}"
+            f"{len(module.layers)} layers in {'; '.join(_cut(job, module) for job in by_depth.values())}"
         )
     if config.model.encoders:
         encoders = config.model.encoders
@@ -45,8 +50,8 @@ def start_lines(config: Config, job: Job, *, device: str, threads: int, cut_s: f
             ]
         kind = whole_kind(config.model)
         lines.append(f"exports as {class_name(kind)}" if kind else f"exports as parts: {why_not_whole(config.model)}")
-    if job.partition_summary:
-        lines.append(f"{job.partition_summary} ({cut_s:.2f} s)")
+    if summary := "; ".join(filter(None, (job.partition_summary for job in by_depth.values()))):
+        lines.append(f"{summary} ({cut_s:.2f} s)")
     degrees = config.parallelism.layout.degrees.items()
     training = config.training
     lines.append(
@@ -120,6 +125,13 @@ def _images(config: Config, module: str) -> str:
     whose = f"processor of {processor}" if processor else "default processor"
     what = "images" if module == "vision" else module
     return f"{what}: {sizes} each, {side} x {side} a token, {whose}"
+
+
+def _cut(job: Job, module: ModuleSpec) -> str:
+    """The chunks of a module in a pipeline."""
+    stages = job.partition.of_module(module.name)
+    layout = show_layout(module, [stage.layers for stage in stages])
+    return f"{len(stages)} chunk{'' if len(stages) == 1 else 's'}: {layout}"
 
 
 def _model(model: ModelConfig, module: str) -> str:

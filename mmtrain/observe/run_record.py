@@ -5,7 +5,7 @@ Rank 0 logs and writes; every rank makes the same calls, as counts and times are
 
 import errno
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -135,11 +135,11 @@ class RunRecord(Observer):
         self._log.close()
 
 
-def log_start(config: Config, job: Job, device: torch.device, cut_s: float) -> None:
-    """Logs what is trained, and how. Args: cut_s: seconds that the partition took."""
+def log_start(config: Config, jobs: Sequence[Job], device: torch.device, cut_s: float) -> None:
+    """Logs what is trained, and how. Args: jobs: [pipeline] -> its job. cut_s: seconds that the partitions took."""
     num_ranks = local_world_size(config.parallelism.layout.world_size)
     threads = search_threads(config.planner.threads, num_cores(), num_ranks)
-    for line in start_lines(config, job, device=device.type, threads=threads, cut_s=cut_s):
+    for line in start_lines(config, jobs, device=device.type, threads=threads, cut_s=cut_s):
         logger.info("%s", line)
 
 

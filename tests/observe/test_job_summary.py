@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from mmtrain.config import config
+from mmtrain.config.config import each_pipeline
 from mmtrain.config.sections import MetricsConfig
 from mmtrain.data.questions import Answer
 from mmtrain.observe.job_summary import FEW_CLIPS, few_clips, start_lines
@@ -24,7 +25,7 @@ LLAMA = "{model_type='llama', hidden_size=64, num_hidden_layers=2, num_attention
 
 def lines(name: str, *overrides: str, device: str = "cpu") -> list[str]:
     job = config.load(name, overrides)
-    return start_lines(job, make_job(job), device=device, threads=1, cut_s=0.0)
+    return start_lines(job, each_pipeline(job, make_job), device=device, threads=1, cut_s=0.0)
 
 
 def test_the_models_that_run_are_named_whatever_the_base_says():
@@ -156,3 +157,10 @@ def test_the_log_of_a_page_is_that_of_the_command(page, printed):
 def form(text: str) -> str:
     """A line with one sign for each of its numbers."""
     return re.sub(r"[-+]?\d[\d.,]*", "#", re.sub(r" +", " ", text))
+
+
+def test_the_cut_of_pipelines_of_each_depth_is_shown():
+    words = ["parallelism.pipelines=[2,3,2]", "parallelism.pipeline_parallel_degree=1"]
+    shown = lines("debug_vlm.toml", *words)
+    assert sum("in 2 chunks: " in line and "; 3 chunks: " in line for line in shown) == 2
+    assert any(line.startswith("mesh: pipelines [2, 3, 2], dp_shard ") for line in shown)
