@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from mmtrain.errors import PlanError
 from mmtrain.parallel.grads import fill_missing_grads, local_part
@@ -33,6 +34,8 @@ class _Held(NamedTuple):
     stage: int
     shape: tuple[int, ...]
     """Of this rank's shard."""
+    elements: int
+    """Of a shard, on average: equal at all places of a stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ class _Sum:
         """Begins to add up the gradients, in a dtype."""
         fill_missing_grads(parameter for copies in self.copies for parameter in copies)
         self.flat = torch.cat([_added(copies).flatten().to(dtype) for copies in self.copies])
-        if self.group is not None:
+        if self.group is not None and self.flat.numel():  # equal on all holders, which have the same shard
             self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
 
     def finish(self) -> None:
@@ -112,7 +115,9 @@ class LayerSums:
         for index, chunk in stages.items():
             for name, parameter in chunk.named_parameters():
                 if parameter.requires_grad:
-                    own = _Held(aliases.get(name, name), index, tuple(local_part(parameter).shape))
+                    shards = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
+                    shape, elements = tuple(local_part(parameter).shape), parameter.numel() // shards
+                    own = _Held(aliases.get(name, name), index, shape, elements)
                     table.append(own)
                     named.setdefault((own.name, own.stage), []).append(parameter)
         messages = _messages(_tables(table, mesh), mesh)
@@ -211,8 +216,7 @@ def _parts(names: Sequence[str], holders: Mapping[str, Mapping[int, Sequence[_He
     parts: list[list[str]] = [[]]
     size = 0
     for name in names:
-        held = next(iter(holders[name].values()))
-        elements = int(torch.Size(held[0].shape).numel())
+        elements = next(iter(holders[name].values()))[0].elements
         if parts[-1] and size + elements > MOST_ELEMENTS:
             parts.append([])
             size = 0
