@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 DRAWN = 4096
 """Samples that are drawn without --samples."""
+SIMULATED = 3
+"""Compositions on all nodes that are simulated as one job."""
 MOST_GPUS = 1 << 20
 """Of --gpus."""
 MOST_NODES = 256
@@ -187,8 +189,13 @@ def _print_pipelines(args: argparse.Namespace, job: "Config", costs: "SampleCost
     print()
     print(report.table_of_templates(templates))
     print(report.table_of_compositions(found, templates))
-    print(f"# {found[0].seconds:.3f} s an iteration on {sum(found[0].nodes)} nodes, simulated")
-    print(report.toml(job, stage, found[0]), end="")
+    few = templates.ranked(args.nodes)[:SIMULATED]
+    simulated = {one.depths: (maker.simulated_s(stage, one), one) for one in few}
+    print("simulated as one job, with its sums:")
+    print("".join(f"  {seconds:.3f} s  {list(depths)}\n" for depths, (seconds, _) in simulated.items()))
+    seconds, best = min(simulated.values(), key=lambda one: one[0])
+    print(f"# {seconds:.3f} s an iteration on {sum(best.nodes)} nodes, simulated")
+    print(report.toml(job, stage, best), end="")
 
 
 def _print_stability(answer: "Allocation") -> None:

@@ -125,12 +125,16 @@ class Templates:
             one with the fewest bytes to copy; None: none.
         Raises: ConfigError: there is none: too few nodes, or fewer microbatches than replicas.
         """
-        self.check(nodes)
-        found = {one.nodes: one for one in map(self.composed, self._candidates(nodes, before))}
-        shortest = min(one.seconds for one in found.values())
-        ties = [one for one in found.values() if one.seconds <= shortest * (1 + (_ABOUT if before else _EPSILON))]
+        found = self.ranked(nodes, before)
+        ties = [one for one in found if one.seconds <= found[0].seconds * (1 + (_ABOUT if before else _EPSILON))]
         copied = {one.nodes: self.copied_bytes(before, one) if before else 0.0 for one in ties}
         return min(ties, key=lambda one: (copied[one.nodes], -sum(one.nodes), len(one.nodes), one.nodes))
+
+    def ranked(self, nodes: int, before: Composition | None = None) -> list[Composition]:
+        """The compositions among which `best` chooses, the shortest step first. Arguments and errors: see `best`."""
+        self.check(nodes)
+        found = {one.nodes: one for one in map(self.composed, self._candidates(nodes, before))}
+        return sorted(found.values(), key=lambda one: (one.seconds, one.nodes))
 
     def check(self, nodes: int) -> None:
         """Checks that some nodes have a composition. Raises: ConfigError: see `best`."""

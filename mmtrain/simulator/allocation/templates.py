@@ -27,7 +27,7 @@ from mmtrain.planner.assignment.sample_costs import SampleCosts, SamplePricer
 from mmtrain.planner.memory.rank_state import Sharding
 from mmtrain.planner.partition.partition import Partition
 from mmtrain.simulator.allocation.candidate import Candidate
-from mmtrain.simulator.allocation.compositions import Layer, Template, Templates, check_microbatches
+from mmtrain.simulator.allocation.compositions import Composition, Layer, Template, Templates, check_microbatches
 from mmtrain.simulator.allocation.degrees import divisors, priced_layers, values_of
 from mmtrain.simulator.allocation.judge import GIB, Effort, Judge, Judged
 from mmtrain.simulator.allocation.mapping import map_stages
@@ -114,6 +114,14 @@ class TemplateMaker:
         smallest = self.smallest(stage)
         made = [self.template(stage, nodes) for nodes in range(smallest, self._largest(smallest) + 1)]
         return self._of([one for one in made if isinstance(one, Template)])
+
+    def simulated_s(self, stage: JobLayout, composition: Composition) -> float:
+        """Seconds of an iteration of a composition, simulated as one job with its sums; infinite: it does not run.
+
+        Args: stage: the degrees of its stages.
+        """
+        values = values_of(stage) | {"parallelism.pipelines": composition.depths}
+        return self._judge.judge(Candidate().having(values), Effort(evaluations=self.evaluations)).mean_s
 
     def smallest(self, stage: JobLayout) -> int:
         """n_0 of some degrees of a stage. Raises: ConfigError: more than all nodes, or too few microbatches."""
