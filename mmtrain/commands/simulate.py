@@ -20,7 +20,8 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         usage="mmtrain simulate [-h] --config CONFIG [--cluster NAME] [options] [--section.key=value ...]",
         description="Simulates iterations of a job on hardware that need not be there: their time, model FLOPs "
         "utilisation (MFU), bubble and memory, under one or several schedules, on batches drawn from a workload. "
-        "With --failures: throughput while nodes are lost and join. Trains nothing and reads no data. Any --section.key=value overrides the file.",
+        "With --failures: throughput while nodes are lost and join. Trains nothing and reads no data. Any "
+        "--section.key=value overrides the file.",
     )
     parser.add_argument("--config", required=True, help="TOML file; a bare name is looked up in configs/")
     parser.add_argument("--cluster", metavar="NAME", help="such as h800x16; sets planner.hardware")

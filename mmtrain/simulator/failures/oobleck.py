@@ -107,16 +107,17 @@ def literal_templates(maker: TemplateMaker, sizes: Sequence[int]) -> LiteralTemp
     found: list[tuple[float, LiteralTemplates]] = []
     for degree in divisors(maker.per_node):
         priced = priced_layers(maker.config, maker.costs, JobLayout.grid(tp=degree))
-        if priced is not None:
-            made = [one for nodes in sizes if (one := _literal(maker, priced, degree, nodes)) is not None]
+        if priced is None:
+            continue
+        made = [one for nodes in sizes if (one := _literal(maker, priced, degree, nodes)) is not None]
+        try:
             templates = LiteralTemplates(
                 simulated=maker.joined([one for one, _ in made]),
                 estimated=replace(maker.joined([two for _, two in made]), sums_s=lambda pipelines: 0.0),
             )
-            try:
-                found.append((templates.simulated.best(maker.nodes).seconds, templates))
-            except ConfigError:
-                continue
+            found.append((templates.simulated.best(maker.nodes).seconds, templates))
+        except ConfigError:  # too few fit
+            continue
     if not found:
         raise ConfigError(f"simulate: no template of Oobleck fits on {maker.nodes} nodes (--nodes); use more nodes")
     return min(found, key=lambda one: one[0])[1]

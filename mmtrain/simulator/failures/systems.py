@@ -75,12 +75,12 @@ class Placer:
             if kept.get(one.nodes):
                 slots.append(kept[one.nodes].pop(0))
                 continue
-            row = []
+            chosen: list[str] = []
             for layers in one.held:
                 best = max(free, key=lambda node: self.bytes_of(layers, held.get(node, frozenset())))
                 free.pop(best)
-                row.append(best)
-            slots.append(tuple(row))
+                chosen.append(best)
+            slots.append(tuple(chosen))
         return tuple(slots)
 
     def bytes_of(self, layers: frozenset[Layer], others: frozenset[Layer]) -> float:
