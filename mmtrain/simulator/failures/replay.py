@@ -1,7 +1,7 @@
 """A trace played on a system: microbatches that count, by interval. Pure.
 
-Time is exact, nothing is drawn: a loss takes what was done since the last finished step, or, where the state is gone
-with its nodes or the system restarts, since the last checkpoint. What has to be done again counts once.
+A loss takes half a step, its mean; where the state is gone with its nodes or the system restarts, half of what is done
+between checkpoints. What has to be done again counts once.
 """
 
 from collections.abc import Sequence
@@ -73,8 +73,10 @@ class _Progress:
     """Seconds until it trains."""
     again: float = 0.0
     """Microbatches to do again."""
-    unsaved: float = 0.0
-    """Microbatches since the last checkpoint."""
+    going: float = 0.0
+    """Microbatches since training began or went on after a loss, at a step's beginning."""
+    restarted: float = 0.0
+    """Microbatches since training began or went on from a checkpoint."""
 
 
 def replay(trace: Trace, system: System, costs: FailureCosts) -> Replay:
@@ -132,13 +134,15 @@ class _Player:
         """Nodes in use are lost."""
         held = {node: layers for node, layers in before.held().items() if node not in lost}
         survives = frozenset[Layer]().union(*held.values()) == frozenset[Layer]().union(*before.held().values())
-        step = self.templates.microbatches
-        whole = step if self.system.live and survives else step * self.costs.checkpoint_every
-        gone = self.progress.unsaved % whole
+        whole, done = self.templates.microbatches, self.progress.going
+        if not self.system.live or not survives:
+            whole, done = whole * self.costs.checkpoint_every, self.progress.restarted
+        gone = done if done < whole else whole / 2
         self.progress.again += gone
-        self.progress.unsaved -= gone
-        if after is None:
-            self.progress.unsaved = 0.0  # what is left is saved before the end
+        self.progress.going = 0.0
+        self.progress.restarted -= gone
+        if after is None:  # what is left is saved before the end
+            self.progress.restarted = 0.0
         elif self.system.live and survives:
             self.progress.idle_s += self.costs.detection_s
             self._copy(held, after)
@@ -155,7 +159,7 @@ class _Player:
     def _restart(self, after_s: float = 0.0) -> None:
         """A restart, in place of one that has not ended. Args: after_s: seconds until it begins."""
         self.restarts += 1
-        self.progress.unsaved = 0.0
+        self.progress.going = self.progress.restarted = 0.0
         self.progress.idle_s = after_s + self.costs.restart_s
 
     def _copy(self, held: dict[str, frozenset[Layer]], after: Running) -> None:
@@ -174,5 +178,6 @@ class _Player:
         done = (seconds - waited) * self.rate
         again = min(done, self.progress.again)
         self.progress.again -= again
-        self.progress.unsaved += done
+        self.progress.going += done
+        self.progress.restarted += done
         return done - again, waited + again / self.rate

@@ -86,7 +86,11 @@ def read_trace(path: Path) -> Trace:
         if found and time_s < next(reversed(found)):
             raise ConfigError(f"{where}: time {row[0]} is before {next(reversed(found)):g}; sort the lines by time")
         _take(event, node, there, known, where)
-        found.setdefault(time_s, ([], []))[event == "joined"].append(node)
+        lost, joined = found.setdefault(time_s, ([], []))
+        if event == "lost" and node in joined:  # gone at once
+            joined.remove(node)
+        else:
+            (joined if event == "joined" else lost).append(node)
     if len(found) < 2:
         raise ConfigError(f"{path}: {len(found)} times have events; a trace has those of the beginning and a later one")
     first = next(iter(found))
