@@ -3,8 +3,9 @@
 Throughput of VLM-S over traces of spot instances (benchmarks/traces): `mmtrain simulate --failures` for several traces
 with the same templates. For each setup and trace, of each system: microbatches a second over those of literal Oobleck,
 the least of that ratio of all intervals, and over the ideal, which is the throughput of all nodes in proportion to
-nodes. Systems that begin with `+` are Oobleck with one part of ours after the other: microbatches divided for the
-shortest step, compositions by simulated seconds, the best composition at each loss; with our templates that is ours.
+nodes. `bubbles kept`: re-routing that fills no bubble. Systems that begin with `+` are Oobleck with one part of ours
+after the other: microbatches divided for the shortest step, compositions by simulated seconds, the best composition at
+each loss, our schedules and memory options; with our cuts and numbers of nodes that is ours.
 
 h800x2  nodes of two H800, 256 microbatches, no division of a stage
 a40x4   nodes of four A40, 256 microbatches, no division of a stage, 16-bit moments
@@ -24,7 +25,7 @@ from mmtrain.simulator.allocation.templates import TemplateMaker
 from mmtrain.simulator.failures.oobleck import LiteralTemplates, Oobleck, literal_templates
 from mmtrain.simulator.failures.replay import FailureCosts, Replay
 from mmtrain.simulator.failures.report import OOBLECK, OURS, compare, systems
-from mmtrain.simulator.failures.systems import LocalRule, Ours, System
+from mmtrain.simulator.failures.systems import LocalRule, Ours, ReRouting, System
 from mmtrain.simulator.failures.trace import read_trace
 
 TRACES = Path(__file__).parent / "traces"
@@ -58,13 +59,25 @@ class ExactlyDealt(Oobleck):
         return self.templates.composed(composition.pipelines)
 
 
-def played(templates: Templates, literal: LiteralTemplates) -> dict[str, System]:
-    """All systems, and the steps from Oobleck to ours."""
+class WithBubbles(ReRouting):
+    """Re-routing that fills no bubble."""
+
+    def re_routed_s(self, grid: Composition, alive: int) -> float:
+        """The undisturbed step, and what a stage has to do in addition."""
+        one, count = grid.pipelines[0], max(grid.microbatches)
+        more = count * (len(grid.pipelines) / alive - 1)
+        return grid.seconds + more * (one.seconds(count) - one.seconds(1)) / max(1, count - 1)
+
+
+def played(templates: Templates, literal: LiteralTemplates, searched: Templates) -> dict[str, System]:
+    """All systems, and the steps from Oobleck to ours. Args: searched: Oobleck's mapping with our schedules."""
     theirs, estimated = literal.simulated, literal.estimated
     parts: dict[str, System] = {
+        "bubbles kept": WithBubbles(templates=templates, live=True),
         "+ division": ExactlyDealt(templates=theirs, estimated=estimated),
         "+ compositions": LocalRule(templates=theirs),
         "+ at each loss": Ours(templates=theirs),
+        "+ schedules": Ours(templates=searched),
     }
     return systems(templates, literal) | parts
 
@@ -75,8 +88,8 @@ def least_ratio(ours: Replay, theirs: Replay) -> float:
     return min((one.rate / two.rate for one, two in pairs if two.samples), default=float("inf"))
 
 
-def made(setup: Setup, evaluations: int, folder: Path) -> tuple[Templates, LiteralTemplates, TemplateMaker]:
-    """Templates of ours and of Oobleck."""
+def made(setup: Setup, evaluations: int, folder: Path) -> tuple[Templates, LiteralTemplates, Templates, TemplateMaker]:
+    """Templates of ours, of Oobleck, and of Oobleck with our schedules and memory options."""
     file = folder / f"{setup.hardware}x{setup.gpus_per_node}.toml"
     file.write_text(f'extends = "{setup.hardware}"\ngpus_per_node = {setup.gpus_per_node}\n')
     changed = ("training.global_batch_size=256", "parallelism.tensor_parallel_degree=1", *setup.overrides)
@@ -85,7 +98,8 @@ def made(setup: Setup, evaluations: int, folder: Path) -> tuple[Templates, Liter
     maker = TemplateMaker(config=job, costs=costs, nodes=NODES, max_failures=1, evaluations=evaluations)
     found = [maker.template(JobLayout.grid(), nodes) for nodes in setup.sizes]
     ours = maker.joined([one for one in found if isinstance(one, Template)])
-    return ours, literal_templates(maker, setup.sizes), maker
+    searched = literal_templates(maker, setup.sizes, {}).simulated
+    return ours, literal_templates(maker, setup.sizes), searched, maker
 
 
 def main() -> None:
@@ -98,7 +112,7 @@ def main() -> None:
     for name in args.setups.split(","):
         begin = time.process_time()
         with tempfile.TemporaryDirectory() as folder:
-            templates, literal, maker = made(SETUPS[name], args.evaluations, Path(folder))
+            templates, literal, searched, maker = made(SETUPS[name], args.evaluations, Path(folder))
         spent = time.process_time() - begin
         sizes = f"{templates.templates[0].nodes} nodes, Oobleck's {literal.simulated.templates[0].nodes}"
         print(f"\n{name}: n_0 is {sizes}; templates took {spent:.0f} s of CPU")
@@ -111,18 +125,19 @@ def main() -> None:
             checkpoint_every=10,
         )
         for file in args.traces.split(","):
-            play(file, templates, literal, costs)
+            play(file, templates, literal, searched, costs)
 
 
-def play(name: str, templates: Templates, literal: LiteralTemplates, costs: FailureCosts) -> None:
+def play(name: str, templates: Templates, literal: LiteralTemplates, searched: Templates, costs: FailureCosts) -> None:
     """Prints the rows of one trace."""
     begin, trace = time.process_time(), read_trace(TRACES / f"{name}.csv")
-    of_trace = replace(templates, max_nodes=trace.most_nodes, _knapsacks={})
-    theirs = LiteralTemplates(
-        simulated=replace(literal.simulated, max_nodes=trace.most_nodes, _knapsacks={}),
-        estimated=replace(literal.estimated, max_nodes=trace.most_nodes, _knapsacks={}),
-    )
-    found = compare(trace, played(of_trace, theirs), of_trace, costs)
+
+    def of_trace(of: Templates) -> Templates:
+        return replace(of, max_nodes=trace.most_nodes, _knapsacks={})
+
+    ours = of_trace(templates)
+    theirs = LiteralTemplates(simulated=of_trace(literal.simulated), estimated=of_trace(literal.estimated))
+    found = compare(trace, played(ours, theirs, of_trace(searched)), ours, costs)
     spent = time.process_time() - begin
     print(f"\n{name}: {len(found.ideal)} intervals, up to {trace.most_nodes} nodes, {spent:.1f} s of CPU")
     print("system            over Oobleck  least interval  of the ideal  restarts")

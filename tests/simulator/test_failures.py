@@ -1,19 +1,24 @@
 """Traces of lost nodes: the reader's errors, and systems on traces whose throughput is computed by hand."""
 
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from mmtrain.commands.cli import main
+from mmtrain.commands.sample_files import drawn_costs
+from mmtrain.config import config
 from mmtrain.errors import ConfigError
 from mmtrain.simulator.allocation.compositions import Template, Templates
-from mmtrain.simulator.failures.oobleck import Oobleck, least_variance
+from mmtrain.simulator.allocation.mapping import MappedStage, StageMapping
+from mmtrain.simulator.allocation.templates import TemplateMaker, layer_bytes
+from mmtrain.simulator.failures.oobleck import Oobleck, least_variance, literal_templates, mapped_partition
 from mmtrain.simulator.failures.replay import FailureCosts, replay
 from mmtrain.simulator.failures.report import compare, systems
 from mmtrain.simulator.failures.systems import Grid, LocalRule, Ours, ReRouting
 from mmtrain.simulator.failures.trace import Event, Trace, drawn_trace, read_trace, seconds_of
+from mmtrain.spec.builders import model_spec
 
 TRACES = Path(__file__).parent.parent.parent / "benchmarks" / "traces"
 LAYERS = 12
@@ -242,6 +247,38 @@ def test_least_variance_is_that_of_all_divisions(seed):
     counts = least_variance(list(times), total)
     assert sum(counts) == total and min(counts) >= 1
     assert np.var(np.array(counts) * times) == pytest.approx(least)
+
+
+def test_templates_of_oobleck_are_cut_as_mapped_and_take_about_as_long():
+    job = config.load(
+        "debug_text.toml", ["planner.hardware=a40", "training.global_batch_size=16", "planner.enable=false"]
+    )
+    maker = TemplateMaker(config=job, costs=drawn_costs(job, 256), nodes=4, max_failures=1)
+    made = literal_templates(maker, range(1, 4))
+    layers = set(layer_bytes(job))
+    assert made.simulated.templates
+    for simulated, estimated in zip(made.simulated.templates, made.estimated.templates, strict=True):
+        assert simulated.nodes == estimated.nodes and simulated.partition.num_ranks == simulated.depth
+        held = [layer for node in simulated.held for layer in node]
+        assert set(held) == layers and len(held) == len(layers)
+        assert simulated.seconds(1) >= estimated.seconds(1) * 0.9  # what a rank sends and applies comes in addition
+
+
+def test_a_mapping_becomes_a_partition():
+    spec = model_spec(config.load("debug_vlm.toml").model, dtype_bytes=2)
+    total = sum(len(module.layers) for module in spec.modules)
+    cuts = [0, 1, total // 2, total]
+    stages = tuple(
+        MappedStage(layers=(low, high), gpus=(rank, rank + 1), seconds=1.0)
+        for rank, (low, high) in enumerate(pairwise(cuts))
+    )
+    partition = mapped_partition(spec, StageMapping(stages))
+    counts = [sum(high - low for low, high in (s.layers for s in partition.of_rank(rank))) for rank in range(3)]
+    assert counts == [1, total // 2 - 1, total - total // 2]
+    for module in spec.modules:
+        of = partition.of_module(module.name)
+        assert [layer for stage in of for layer in range(*stage.layers)] == list(range(len(module.layers)))
+        assert of[0].first and of[-1].last and sorted(s.pp_rank for s in of) == [s.pp_rank for s in of]
 
 
 # --------------------------------------------------------------------------------------------- command

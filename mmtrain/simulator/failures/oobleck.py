@@ -15,12 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from mmtrain.config.config import Config
 from mmtrain.config.topology import JobLayout
 from mmtrain.costs.machine import Machine
-from mmtrain.errors import ConfigError
+from mmtrain.errors import ConfigError, PlanError
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.planner.memory.rank_state import Sharding
 from mmtrain.planner.partition.partition import Partition, StageSpec
+from mmtrain.planner.search_settings import PLANNED
 from mmtrain.simulator.allocation.candidate import Candidate
 from mmtrain.simulator.allocation.compositions import Composition, Template, Templates
 from mmtrain.simulator.allocation.degrees import divisors, priced_layers, values_of
@@ -29,7 +31,9 @@ from mmtrain.simulator.allocation.templates import TemplateMaker, grad_bytes, he
 from mmtrain.simulator.failures.systems import LocalRule, Running
 from mmtrain.simulator.job import make_job
 from mmtrain.simulator.partition_choice import Choice
+from mmtrain.simulator.study import with_schedule
 from mmtrain.simulator.whole_iteration import IterationSimulator
+from mmtrain.spec.builders import DTYPE_BYTES, model_spec
 from mmtrain.spec.spec import ModelSpec
 
 LITERAL: dict[str, Any] = {
@@ -99,17 +103,27 @@ def least_variance(times: Sequence[float], microbatches: int) -> list[int]:
     return [int(count) for count in counts]
 
 
-def literal_templates(maker: TemplateMaker, sizes: Sequence[int]) -> LiteralTemplates:
+def literal_templates(
+    maker: TemplateMaker, sizes: Sequence[int], settings: Mapping[str, Any] = LITERAL
+) -> LiteralTemplates:
     """The templates of some numbers of nodes that fit into memory.
 
+    Args: settings: key of the config -> value, of the runtime.
     Raises: ConfigError: none fits, or fewer than f + 1 do.
     """
+    config = maker.config
+    spec = model_spec(config.model, dtype_bytes=DTYPE_BYTES[config.training.mixed_precision_param])
     found: list[tuple[float, LiteralTemplates]] = []
     for degree in divisors(maker.per_node):
-        priced = priced_layers(maker.config, maker.costs, JobLayout.grid(tp=degree))
+        stage = JobLayout.grid(tp=degree)
+        priced = priced_layers(config, maker.costs, stage)
         if priced is None:
             continue
-        made = [one for nodes in sizes if (one := _literal(maker, priced, degree, nodes)) is not None]
+        layer_s = [
+            seconds for module in spec.modules for seconds in priced.get(module.name, [0.0] * len(module.layers))
+        ]
+        tried = (_literal(maker, spec, layer_s, nodes, {**values_of(stage), **settings}) for nodes in sizes)
+        made = [one for one in tried if one is not None]
         try:
             templates = LiteralTemplates(
                 simulated=maker.joined([one for one, _ in made]),
@@ -124,38 +138,38 @@ def literal_templates(maker: TemplateMaker, sizes: Sequence[int]) -> LiteralTemp
 
 
 def _literal(
-    maker: TemplateMaker, priced: Mapping[str, Sequence[float]], degree: int, nodes: int
+    maker: TemplateMaker, spec: ModelSpec, layer_s: Sequence[float], nodes: int, values: Mapping[str, Any]
 ) -> tuple[Template, Template] | None:
     """A template as simulated and as estimated; None: it does not fit.
 
-    Args: priced: module -> [layer] -> seconds with tensor parallelism of that degree.
+    Args:
+        layer_s: of all modules in the model's order, on the GPUs of a stage.
+        values: key of the config -> value, the degrees of a stage among them.
     """
-    flat = [seconds for module in priced.values() for seconds in module]
-    mapping = map_stages([flat], nodes * maker.per_node // degree)
+    stage = Candidate().having(values).job(maker.config).parallelism.layout
+    mapping = map_stages([layer_s], nodes * maker.per_node // stage.tp)
     if mapping is None:
         return None
     depth = len(mapping.stages)
-    stage = JobLayout.grid(tp=degree)
-    values = values_of(replace(stage, depths=(depth,))) | LITERAL
     points: list[tuple[int, float]] = []
     peak_bytes = 0.0
-    simulator: IterationSimulator | None = None
-    for count in reversed(maker.counts(stage, nodes)):
-        job = Candidate().having(values | {"training.global_batch_size": count}).job(maker.config)
+    try:
+        job = _job(maker, depth, maker.counts(stage, nodes)[-1], values)
         machine = Machine.of(job)
-        if simulator is None:
-            simulator = _simulator(job, machine, mapping)
-        iteration, _ = simulator.simulate([IterationMeta(microbatches=maker.typical[:count])], seed=maker.seed)
-        peak_bytes = max(peak_bytes, *iteration.peak_bytes)
-        if machine.memory_bytes is not None and peak_bytes > machine.memory_bytes:
-            return None
-        points.append((count, iteration.iteration_s))
-    assert simulator is not None
+        simulator = _simulator(job, machine, mapped_partition(spec, mapping))
+        for count in maker.counts(stage, nodes):
+            iteration, _ = simulator.simulate([IterationMeta(microbatches=maker.typical[:count])], seed=maker.seed)
+            peak_bytes = max(peak_bytes, *iteration.peak_bytes)
+            points.append((count, iteration.iteration_s))
+    except (ConfigError, PlanError):
+        return None
+    if machine.memory_bytes is not None and peak_bytes > machine.memory_bytes:
+        return None
     partition = simulator.job.partition
     made = Template(
         nodes=nodes,
         depth=depth,
-        points=tuple(reversed(points)),
+        points=tuple(points),
         held=held_layers(partition, nodes),
         partition=partition,
         grad_bytes=grad_bytes(Sharding.of(job), simulator.job.spec, partition),
@@ -165,11 +179,18 @@ def _literal(
     return made, replace(made, points=estimates)
 
 
-def _simulator(job: Any, machine: Machine, mapping: StageMapping) -> IterationSimulator:
-    """The simulator of a job whose stages are those of the mapping."""
+def _job(maker: TemplateMaker, depth: int, microbatches: int, values: Mapping[str, Any]) -> Config:
+    """One pipeline. Raises: ConfigError: the values do not fit together."""
+    of_pipeline = {"parallelism.pipeline_parallel_degree": depth, "training.global_batch_size": microbatches}
+    job = Candidate().having({**values, **of_pipeline}).job(maker.config)
+    return with_schedule(job, PLANNED, maker.evaluations)[0] if job.planner.enable else job
 
-    def choose(config: Any, spec: ModelSpec, *rest: Any) -> Choice:
-        return Choice(partition=mapped_partition(spec, mapping))
+
+def _simulator(job: Config, machine: Machine, partition: Partition) -> IterationSimulator:
+    """The simulator of a job that is cut so. Raises: ConfigError: it does not fit."""
+
+    def choose(*args: object) -> Choice:
+        return Choice(partition=partition)
 
     made, sharding = make_job(job, choose), Sharding.of(job)
     states = tuple(sharding.rank_state(made.spec, made.partition, rank) for rank in range(made.partition.num_ranks))
@@ -184,6 +205,7 @@ def _simulator(job: Any, machine: Machine, mapping: StageMapping) -> IterationSi
             sum(sharding.reduce_s(machine.network, stage, rank) for stage in state.stages)
             for rank, state in enumerate(states)
         ),
+        searches=job.planner.enable,
         tells_apart=False,
     )
 
