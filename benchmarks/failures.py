@@ -114,7 +114,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             templates, literal, searched, maker = made(SETUPS[name], args.evaluations, Path(folder))
         spent = time.process_time() - begin
-        sizes = f"{templates.templates[0].nodes} nodes, Oobleck's {literal.simulated.templates[0].nodes}"
+        sizes = f"{templates.templates[0].nodes} nodes, Oobleck's {literal.simulated.templates[0].nodes}, with our schedules "
+        sizes += f"{searched.templates[0].nodes}"
         print(f"\n{name}: n_0 is {sizes}; templates took {spent:.0f} s of CPU")
         costs = FailureCosts(
             detection_s=3.0,
