@@ -114,9 +114,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             templates, literal, searched, maker = made(SETUPS[name], args.evaluations, Path(folder))
         spent = time.process_time() - begin
-        sizes = f"{templates.templates[0].nodes} nodes, Oobleck's {literal.simulated.templates[0].nodes}, with our schedules "
-        sizes += f"{searched.templates[0].nodes}"
-        print(f"\n{name}: n_0 is {sizes}; templates took {spent:.0f} s of CPU")
+        known = {"ours": templates, "Oobleck's": literal.simulated, "with our schedules": searched}
+        sizes = ", ".join(f"{key} {of.templates[0].nodes}" for key, of in known.items())
+        print(f"\n{name}: nodes of the smallest pipeline: {sizes}; templates took {spent:.0f} s of CPU")
         costs = FailureCosts(
             detection_s=3.0,
             change_s=4.0,

@@ -8,8 +8,8 @@ from pathlib import Path
 from mmtrain.commands.simulate_failures import add_options, check_options, print_failures
 from mmtrain.config import config
 
-ITERATIONS, REPLICAS = 40, 2
-"""Defaults of --iterations and --replicas."""
+ITERATIONS, REPLICAS, EVALUATIONS = 40, 2, 100
+"""Defaults of --iterations, --replicas and --evaluations."""
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -32,7 +32,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "parallelism.pipeline_parallel_schedule, and planned with planner.enable)",
     )
     parser.add_argument(
-        "--evaluations", type=int, default=100, metavar="N", help="plans that a search tries (default 100)"
+        "--evaluations", type=int, metavar="N", help="plans that a search tries (default 100; 20 with --failures)"
     )
     parser.add_argument(
         "--workload", default="", metavar="NAME", help="see docs/workloads.md (default mix, or video_captions)"
@@ -81,7 +81,7 @@ def _simulate(args: argparse.Namespace) -> int:
     question = Question(
         config=job,
         schedules=tuple(args.schedule.split(",") if args.schedule else schedules),
-        evaluations=args.evaluations,
+        evaluations=EVALUATIONS if args.evaluations is None else args.evaluations,
         workload=args.workload,
         num_iterations=iterations,
         num_replicas=REPLICAS if args.replicas is None else args.replicas,

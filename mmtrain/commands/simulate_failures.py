@@ -23,6 +23,8 @@ OF_FAILURES = {
     "checkpoint_every": 10,
 }
 """Options that are read with --failures and --failure-every alone, with their defaults."""
+EVALUATIONS = 20
+"""Default of --evaluations, as of `mmtrain allocate`."""
 WITHOUT = ("schedule", "iterations", "replicas", "image_side", "json", "trace", "png", "breakdown")
 """Options that are not read then."""
 
@@ -77,7 +79,7 @@ def check_options(args: argparse.Namespace) -> bool:
             )
     if args.failure_every is not None and args.nodes is None:
         raise ConfigError("simulate: --failure-every without --nodes; say how many nodes there are")
-    for name, default in OF_FAILURES.items():
+    for name, default in (*OF_FAILURES.items(), ("evaluations", EVALUATIONS)):
         if getattr(args, name) is None:
             setattr(args, name, default)
     _check_numbers(args)
@@ -90,7 +92,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
 
     from mmtrain.errors import ConfigError
 
-    for name, least in (("nodes", 1), ("max_failures", 0), ("checkpoint_every", 1)):
+    for name, least in (("nodes", 1), ("max_failures", 0), ("checkpoint_every", 1), ("evaluations", 1)):
         value = getattr(args, name)
         if value is not None and value < least:
             raise ConfigError(f"simulate: --{name.replace('_', '-')} {value}; it is at least {least}")
