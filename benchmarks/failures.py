@@ -147,8 +147,8 @@ def play(name: str, templates: Templates, literal: LiteralTemplates, searched: T
         ratio = f"{one.rate / base.rate:12.3f}  {least_ratio(one, base):14.3f}"
         print(f"{system:16}  {ratio}  {100 * one.rate / found.ideal_rate:10.1f} %  {one.restarts:8d}")
     worse = [i for i, j in zip(found.replays[OURS].intervals, base.intervals, strict=True) if i.samples < j.samples]
-    for one in worse:
-        print(f"  ours is slower at {one.start_s:.0f} s, {one.nodes} nodes, for {one.seconds:.0f} s")
+    for span in worse:
+        print(f"  ours is slower at {span.start_s:.0f} s, {span.nodes} nodes, for {span.seconds:.0f} s")
 
 
 if __name__ == "__main__":

@@ -36,16 +36,16 @@ def of_events(text: str) -> list[Event]:
 
 def of_counts(text: str) -> list[Event]:
     """Of lines with a date, a time and a number of instances; those with the same time count in the file's order."""
-    rows = []
+    counts: list[tuple[datetime, int]] = []
     for line in text.strip().splitlines():
-        moment, count = line.rsplit(",", 1)
-        rows.append((datetime.strptime(moment, "%Y-%m-%d, %H:%M:%S"), int(count)))
-    rows.sort(key=lambda row: row[0])
+        moment, number = line.rsplit(",", 1)
+        counts.append((datetime.strptime(moment, "%Y-%m-%d, %H:%M:%S"), int(number)))
+    counts.sort(key=lambda row: row[0])
     events: list[Event] = []
     there: list[str] = []
     rng, started = random.Random(0), 0
-    for moment, count in rows:
-        seconds = (moment - rows[0][0]).total_seconds()
+    for when, count in counts:
+        seconds = (when - counts[0][0]).total_seconds()
         while len(there) > count:
             events.append((seconds, "lost", there.pop(rng.randrange(len(there)))))
         while len(there) < count:
