@@ -5,7 +5,11 @@ import json
 import sys
 from pathlib import Path
 
+from mmtrain.commands.simulate_failures import add_options, check_options, print_failures
 from mmtrain.config import config
+
+ITERATIONS, REPLICAS, EVALUATIONS = 40, 2, 100
+"""Defaults of --iterations, --replicas and --evaluations."""
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -16,7 +20,8 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         usage="mmtrain simulate [-h] --config CONFIG [--cluster NAME] [options] [--section.key=value ...]",
         description="Simulates iterations of a job on hardware that need not be there: their time, model FLOPs "
         "utilisation (MFU), bubble and memory, under one or several schedules, on batches drawn from a workload. "
-        "Trains nothing and reads no data. Any --section.key=value overrides the file.",
+        "With --failures: throughput while nodes are lost and join. Trains nothing and reads no data. Any "
+        "--section.key=value overrides the file.",
     )
     parser.add_argument("--config", required=True, help="TOML file; a bare name is looked up in configs/")
     parser.add_argument("--cluster", metavar="NAME", help="such as h800x16; sets planner.hardware")
@@ -27,13 +32,13 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "parallelism.pipeline_parallel_schedule, and planned with planner.enable)",
     )
     parser.add_argument(
-        "--evaluations", type=int, default=100, metavar="N", help="plans that a search tries (default 100)"
+        "--evaluations", type=int, metavar="N", help="plans that a search tries (default 100; 20 with --failures)"
     )
     parser.add_argument(
         "--workload", default="", metavar="NAME", help="see docs/workloads.md (default mix, or video_captions)"
     )
-    parser.add_argument("--iterations", type=int, default=40, metavar="N", help="iterations to simulate (default 40)")
-    parser.add_argument("--replicas", type=int, default=2, metavar="R", help="data-parallel replicas (default 2)")
+    parser.add_argument("--iterations", type=int, metavar="N", help="iterations to simulate (default 40)")
+    parser.add_argument("--replicas", type=int, metavar="R", help="data-parallel replicas (default 2)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the workload (default 0)")
     parser.add_argument(
         "--image-side", type=int, metavar="PX", help="of every image (default 728) or video clip (default 256)"
@@ -44,6 +49,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument(
         "--breakdown", type=Path, metavar="FILE", help=".svg or .png: draw where the time goes, a bar a schedule"
     )
+    add_options(parser)
     parser.set_defaults(run=_simulate, takes_overrides=True, overrides=[])
 
 
@@ -57,6 +63,8 @@ def _simulate(args: argparse.Namespace) -> int:
     from mmtrain.simulator.study import Question, simulate_job
     from mmtrain.simulator.study_report import table, to_json
 
+    failures = check_options(args)
+    iterations = ITERATIONS if args.iterations is None else args.iterations
     for option, path in (("--trace", args.trace), ("--png", args.png), ("--breakdown", args.breakdown)):
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"simulate: {option} {path}: the folder {path.parent} does not exist; make it")
@@ -66,18 +74,21 @@ def _simulate(args: argparse.Namespace) -> int:
         raise ConfigError("simulate: --cluster sets planner.hardware; give one of the two")
     overrides = [*args.overrides, *([f'planner.hardware="{args.cluster}"'] if args.cluster else [])]
     job = config.load(args.config, overrides)
+    if failures:
+        print_failures(args, job)
+        return 0
     schedules = [job.parallelism.pipeline_parallel_schedule, *([PLANNED] if job.planner.enable else [])]
     question = Question(
         config=job,
         schedules=tuple(args.schedule.split(",") if args.schedule else schedules),
-        evaluations=args.evaluations,
+        evaluations=EVALUATIONS if args.evaluations is None else args.evaluations,
         workload=args.workload,
-        num_iterations=args.iterations,
-        num_replicas=args.replicas,
+        num_iterations=iterations,
+        num_replicas=REPLICAS if args.replicas is None else args.replicas,
         seed=args.seed,
         image_side=args.image_side,
     )
-    total = args.iterations * len(question.schedules)
+    total = iterations * len(question.schedules)
     with tqdm(total=total, unit="iteration", disable=not sys.stderr.isatty(), leave=False) as bar:
         report = simulate_job(question, progress=lambda schedule, done: bar.update())
     print(json.dumps(to_json(report), indent=1) if args.json else table(report), end="\n" if args.json else "")

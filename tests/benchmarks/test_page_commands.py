@@ -51,6 +51,7 @@ SMALL = {
     "--repetitions 1 --unit-ms 1",
     "python benchmarks/separation.py": "2 4",
     "python benchmarks/templates.py": "planning literal",
+    "python benchmarks/failures.py": "--setups a40x4 --traces g4dn --evaluations 1",
     "python benchmarks/cornstarch.py": "--models SSS --evaluations 5",
     "python benchmarks/entrain.py": "--setups h800,a40-1b --workloads mix --iterations 1 --evaluations 20 --replicas 2 "
     "--refinements 2",

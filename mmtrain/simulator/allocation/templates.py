@@ -21,7 +21,7 @@ from mmtrain.config.config import Config
 from mmtrain.config.topology import JobLayout
 from mmtrain.costs.machine import Network
 from mmtrain.costs.operators.cluster import Cluster
-from mmtrain.costs.operators.graph import OpKind
+from mmtrain.costs.operators.graph import DeviceKind, OpKind, Phase
 from mmtrain.errors import ConfigError
 from mmtrain.planner.assignment.sample_costs import SampleCosts, SamplePricer
 from mmtrain.planner.memory.rank_state import Sharding
@@ -74,6 +74,13 @@ class TemplateMaker:
         self.cluster = Cluster.of(hardware, self.nodes * Cluster.of(hardware).hardware.gpus_per_node)
         self.per_node = self.cluster.hardware.gpus_per_node
 
+    @property
+    def node_bytes_per_s(self) -> float:
+        """At which a node receives what other nodes send."""
+        hardware = self.cluster.hardware
+        reached = hardware.efficiency_of(OpKind.P2P, Phase.FORWARD).network
+        return hardware.links[DeviceKind.NETWORK].bytes_per_s * reached * self.per_node
+
     # ------------------------------------------------------------------------------------------- choice
 
     def chosen(self) -> tuple[JobLayout, Templates]:
@@ -113,7 +120,7 @@ class TemplateMaker:
         """All templates of some degrees of a stage, simulated. Raises: ConfigError: see `chosen`."""
         smallest = self.smallest(stage)
         made = [self.template(stage, nodes) for nodes in range(smallest, self._largest(smallest) + 1)]
-        return self._of([one for one in made if isinstance(one, Template)])
+        return self.joined([one for one in made if isinstance(one, Template)])
 
     def simulated_s(self, stage: JobLayout, composition: Composition) -> float:
         """Seconds of an iteration of a composition, simulated as one job with its sums; infinite: it does not run.
@@ -178,9 +185,9 @@ class TemplateMaker:
             depth=depth,
             points=tuple(reversed(points)),
             replicas=stage.dp,
-            held=_held(partition, nodes),
+            held=held_layers(partition, nodes),
             partition=partition,
-            grad_bytes=_grad_bytes(Sharding.of(job.config), made.spec, partition),
+            grad_bytes=grad_bytes(Sharding.of(job.config), made.spec, partition),
             peak_bytes=peak_bytes,
         )
 
@@ -215,7 +222,7 @@ class TemplateMaker:
             made.append(
                 Template(nodes=nodes, depth=depth, points=points, replicas=stage.dp, grad_bytes=known.grad_bytes)
             )
-        return self._of(made)
+        return self.joined(made)
 
     def _refined(self, stage: JobLayout, templates: Templates) -> Templates:
         """The templates, with those simulated of which the best composition on all nodes consists. Raises: see
@@ -226,9 +233,10 @@ class TemplateMaker:
                 return templates
             made = {one.nodes: self.template(stage, one.nodes) for one in guessed}
             known = [made.get(one.nodes, one) for one in templates.templates]
-            templates = self._of([one for one in known if isinstance(one, Template)])
+            templates = self.joined([one for one in known if isinstance(one, Template)])
 
-    def _of(self, made: Sequence[Template]) -> Templates:
+    def joined(self, made: Sequence[Template]) -> Templates:
+        """Templates of the job. Raises: ConfigError: there are none."""
         if not made:
             raise ConfigError(f"allocate: no pipeline fits on {self.nodes} nodes (--nodes)")
         return Templates(
@@ -326,7 +334,7 @@ def oobleck_templates(config: Config, costs: SampleCosts, sizes: Sequence[int], 
     return made
 
 
-def _held(partition: Partition, nodes: int) -> tuple[frozenset[Layer], ...]:
+def held_layers(partition: Partition, nodes: int) -> tuple[frozenset[Layer], ...]:
     """[node] -> the layers of its pipeline ranks."""
     held: list[frozenset[Layer]] = [frozenset()] * nodes
     for stage in partition.stages:
@@ -335,7 +343,7 @@ def _held(partition: Partition, nodes: int) -> tuple[frozenset[Layer], ...]:
     return tuple(held)
 
 
-def _grad_bytes(sharding: Sharding, spec: ModelSpec, partition: Partition) -> float:
+def grad_bytes(sharding: Sharding, spec: ModelSpec, partition: Partition) -> float:
     """Bytes of the sharded gradients of the rank that has most."""
     loads = [0.0] * partition.num_ranks
     for stage in partition.stages:
