@@ -132,7 +132,7 @@ CASES = (
     ),
     Case(name="memory limit of 45 %", ranks=2, overrides=(*PLANNED, 'planner.memory_limit="45%"')),
     Case(name="FSDP2", ranks=2, overrides=("parallelism.data_parallel_shard_degree=2",)),
-    Case(name="HSDP's replicas", ranks=2, overrides=("parallelism.data_parallel_replicate_degree=2",)),
+    Case(name="two pipelines", ranks=2, overrides=("parallelism.data_parallel_replicate_degree=2",)),
     Case(name="tensor parallel", ranks=2, overrides=("parallelism.tensor_parallel_degree=2",)),
     Case(name="context parallel", ranks=2, overrides=("parallelism.context_parallel_degree=2",)),
     Case(name="clips, one rank", ranks=1, clips=True, like="clips, one rank"),

@@ -35,7 +35,7 @@ writes the same text to `config.toml` in its dump folder.
 
 Rules between sections:
 
-- `data_parallel_replicate_degree` x `data_parallel_shard_degree` must divide `training.global_batch_size`.
+- `data_parallel_replicate_degree` x `data_parallel_shard_degree` is at most `training.global_batch_size`.
 - `tensor_parallel_degree` must divide the query heads, key heads, MLP width and vocabulary of the language model, and
   the heads and widths of encoder and projector unless `encoder_tensor_parallel = "data"`.
 - `fsdp_reshard_after_forward = "always"` needs `data_parallel_shard_degree = 1`.

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.ranks
 
 SAVING = ["checkpoint.enable=true", "checkpoint.interval=2", *CONSTANT]
 PLANNED = ["planner.enable=true", "planner.budget_evaluations=30"]
+LIMITED = [*PLANNED, "planner.memory_limit=8GiB"]
 
 
 def pipelines(*depths: int) -> list[str]:
@@ -80,7 +81,7 @@ def loaded(rank: int, path: Path, overrides: list[str]) -> dict[str, str]:
 
 def test_a_checkpoint_goes_to_other_pipelines_and_back_bit_for_bit(tmp_path, charts):
     path = write_config(tmp_path, charts)
-    run_ranks(train, 5, path, [*SAVING, *pipelines(2, 3), "training.steps=2"])
+    run_ranks(train, 5, path, [*SAVING, *LIMITED, *pipelines(2, 3), "training.steps=2"])
     wanted: dict[str, str] = {}
     for table in run_ranks(loaded, 5, path, [*SAVING, *pipelines(2, 3)]):
         wanted |= table
@@ -89,7 +90,7 @@ def test_a_checkpoint_goes_to_other_pipelines_and_back_bit_for_bit(tmp_path, cha
         for table in run_ranks(loaded, world, path, [*SAVING, *words]):
             assert {name for name, value in table.items() if wanted[name] != value} == set(), words
     for steps, (words, world) in enumerate(((pipelines(1, 2), 3), (pipelines(3), 3), (pipelines(2, 3), 5)), 3):
-        run_ranks(train, world, path, [*SAVING, *words, f"training.steps={steps}"])
+        run_ranks(train, world, path, [*SAVING, *LIMITED, *words, f"training.steps={steps}"])
     one, moved = metrics(finished(charts, 1, [*CONSTANT, "training.steps=5"])), metrics(path.parent)
     assert sorted(moved) == [1, 2, 3, 4, 5]
     assert all(abs(moved[step] - loss) / loss < CURVE_TOLERANCE for step, loss in one.items())

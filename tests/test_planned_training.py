@@ -189,7 +189,7 @@ def with_little_memory(rank, path, overrides):
     trainer = Trainer(config.load(path, overrides))
     if rank == 1:
         section = dataclasses.replace(trainer.job.section, activation_memory_gib=1e-9)
-        trainer.job = dataclasses.replace(trainer.job, section=section)
+        trainer.jobs = tuple(dataclasses.replace(job, section=section) for job in trainer.jobs)
     with pytest.raises(PlanError) as caught:
         trainer.run()
     return str(caught.value)

@@ -84,6 +84,7 @@ def _allocate(args: argparse.Namespace) -> int:
     from mmtrain.commands.sample_files import drawn_costs
     from mmtrain.errors import ConfigError
     from mmtrain.planner.assignment.sample_costs import SampleCosts
+    from mmtrain.simulator.allocation.degrees import check_grid
 
     _check(args)
     if args.samples and args.workload:
@@ -91,6 +92,8 @@ def _allocate(args: argparse.Namespace) -> int:
     if args.cluster and any("planner.hardware" in override for override in args.overrides):
         raise ConfigError("allocate: --cluster sets planner.hardware; give one of the two")
     job = config.load(args.config, [*args.overrides, *([f'planner.hardware="{args.cluster}"'] if args.cluster else [])])
+    if args.nodes is None:
+        check_grid(job, "allocate --gpus")
     if args.samples:
         costs = SampleCosts.read(args.samples)
         costs.check_fits(job, str(args.samples))

@@ -182,15 +182,15 @@ def _train(args: argparse.Namespace) -> int:
         return _train_rank(args)
     from mmtrain.modality.buckets import check_video
     from mmtrain.modality.readers import check_readable
-    from mmtrain.simulator.job import make_job
+    from mmtrain.simulator.job import check_nodes, make_job
     from mmtrain.spec.job_files import check_files
 
     check_temporary_folder(job.data.num_workers)
     check_video(job)
     check_readable(job.model)
-    config.each_pipeline(
-        job, make_job
-    )  # refuses a model that cannot be built, cut or divided, before any process starts
+    check_nodes(job)
+    # Refuses a model that cannot be built, cut or divided, before any rank starts.
+    config.each_pipeline(job, make_job)
     check_files(job.model, job.tokenizer)
     _check_adapters(job.model)
     with owned(Path(job.job.dump_folder)):  # refuses a folder that rank 0 could not use
@@ -274,11 +274,12 @@ def _add_config(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 def _config(args: argparse.Namespace) -> int:
     from mmtrain.schedule.library.names import is_recipe
-    from mmtrain.simulator.job import job_spec, make_job
+    from mmtrain.simulator.job import check_nodes, job_spec, make_job
     from mmtrain.spec.job_files import check_files
 
     job = config.load(args.config, args.overrides)
     print(for_terminal(config.dump(job)), end="", flush=True)
+    check_nodes(job)
     schedule = job.parallelism.pipeline_parallel_schedule
     if is_recipe(schedule):
         job_spec(job)

@@ -69,6 +69,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 def _tune(args: argparse.Namespace) -> int:
     from mmtrain.errors import for_terminal
     from mmtrain.planner.search.search import warm
+    from mmtrain.simulator.allocation.degrees import check_grid
     from mmtrain.simulator.allocation.judge import Effort, Judge
     from mmtrain.simulator.allocation.tune import Tuner
     from mmtrain.simulator.allocation.tune_report import table, toml
@@ -76,6 +77,7 @@ def _tune(args: argparse.Namespace) -> int:
     _check(args)
     overrides = [*args.overrides, f'planner.hardware="{args.cluster}"']
     job = config.load(args.config, overrides)
+    check_grid(job, "tune")
     space = _space(args, job)
     steps = _steps(args, job)
     effort = Effort(

@@ -11,6 +11,7 @@ here, and those of the planner with its section.
 import difflib
 import functools
 import os
+import re
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -123,12 +124,13 @@ def of_pipeline(config: Config, index: int) -> Config:
     layout = parallelism.layout
     depth, dp = layout.depths[index], layout.dp
     count = max(1, training.global_batch_size * depth // (sum(layout.depths) * layout.dp_shard))
+    batch_size = training.global_batch_size if layout.is_even else count * dp
     return replace(
         config,
         parallelism=replace(
             parallelism, pipelines=[], pipeline_parallel_degree=depth, data_parallel_replicate_degree=len(layout.depths)
         ),
-        training=replace(training, global_batch_size=count * dp),
+        training=replace(training, global_batch_size=batch_size),
     )
 
 
@@ -146,8 +148,11 @@ def each_pipeline(config: Config, make: Callable[[Config], T]) -> tuple[T, ...]:
             failed[depth] = error
     if failed:
         depth, first = next(iter(failed.items()))
-        if made or len(set(map(str, failed.values()))) > 1:
-            first.args = (f"parallelism.pipelines[{layout.depths.index(depth)}] = {depth}: {first}", *first.args[1:])
+        if config.parallelism.pipelines:
+            key = f"parallelism.pipelines[{layout.depths.index(depth)}]"
+            message = re.sub(r"(parallelism\.)?pipeline_parallel_degree", key, str(first))
+            of_all = not made and len(set(map(str, failed.values()))) == 1
+            first.args = (message if of_all or key in message else f"{key} = {depth}: {message}", *first.args[1:])
         raise first
     return tuple(made[depth] for depth in layout.depths)
 
@@ -344,10 +349,11 @@ def _check_caption_control(config: Config) -> None:
     key = "validation.shuffled_captions = true"
     if config.model.dit is None:
         raise ConfigError(f"{key}, but there is no [model.dit], so there is no caption; remove it")
-    if config.data.max_clips == 1 and config.training.global_batch_size == config.parallelism.layout.dp:
+    dp = config.parallelism.layout.dp
+    if config.data.max_clips == 1 and config.training.global_batch_size < 2 * dp:
         raise ConfigError(
             f"{key}, but a replica has one clip a step (data.max_clips = 1, training.global_batch_size = "
-            f"{config.training.global_batch_size} over as many replicas), so there is no other caption; remove it or "
+            f"{config.training.global_batch_size} over {dp} replicas), so there is no other caption; remove it or "
             "raise one of the two"
         )
 

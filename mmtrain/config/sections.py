@@ -174,7 +174,7 @@ class ParallelismConfig:
     """[parallelism]: the degree of each mesh axis, and the schedule."""
 
     data_parallel_replicate_degree: int = 1
-    """Replicas that hold whole copies of the (sharded) parameters: HSDP's outer axis."""
+    """Pipelines, which hold copies of the (sharded) parameters and read different data."""
     data_parallel_shard_degree: int = 1
     """Ranks over which FSDP2 shards parameters, gradients and optimizer state."""
     context_parallel_degree: int = 1

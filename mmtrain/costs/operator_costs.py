@@ -265,7 +265,7 @@ def describer(
 
 
 def p2p_between_stages(cluster: Cluster, shape: JobLayout) -> P2P:
-    """Latency and rate of a transfer between pipeline ranks, the mesh's outermost axis.
+    """Latency and rate of a transfer between pipeline ranks of one pipeline, whose stages are consecutive.
 
     Transfers use NVLink if one node holds all pipeline ranks, else one network card.
     """

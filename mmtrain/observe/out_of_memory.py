@@ -166,7 +166,8 @@ def advice(context: OutOfMemoryContext, requested: float | None) -> str:
         elif missing := [how for how in MEMORY_STRATEGIES if how not in section.memory_strategies]:
             options.append(f"add {' and '.join(missing)} to planner.memory_strategies")
     size = " or model.encoder.sub_microbatch_size" if config.model.encoder else ""
-    options.append(f"lower training.seq_len{size}, or raise parallelism.pipeline_parallel_degree")
+    depth = "pipelines" if config.parallelism.pipelines else "pipeline_parallel_degree"
+    options.append(f"lower training.seq_len{size}, or raise parallelism.{depth}")
     return f"First {options[0]}; {'; '.join(f'or {option}' for option in options[1:])}"
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mmtrain.config.config import Config, of_pipeline
+from mmtrain.config.config import Config, each_pipeline
 from mmtrain.config.memory_amount import GIB, show_bytes
 from mmtrain.observe.metrics import Metrics
 from mmtrain.planner.iteration import IterationPlan, IterationPlanner
@@ -168,19 +168,21 @@ class JobMemory:
         Args: jobs: [pipeline] -> its job.
         Raises: ConfigError: planner.memory_limit leaves nothing for activations.
         """
-        layout, budgets = config.parallelism.layout, dict[int, BudgetHistory]()
+        layout, by_depth = config.parallelism.layout, {job.partition.num_ranks: job for job in jobs}
         place = layout.coordinates(dist.get_rank())
-        for index, (depth, job) in enumerate(zip(layout.depths, jobs, strict=True)):
-            if depth in budgets:
-                continue
-            rule = MemoryRule.of(of_pipeline(config, index), found.device_bytes)
+
+        def budget_of(own: Config) -> BudgetHistory:
+            job, rule = by_depth[own.parallelism.layout.pp], MemoryRule.of(own, found.device_bytes)
             budget = rule.budget(job.spec, job.partition, found.process_bytes)
             budget.check()
-            if budget.limited:
-                logger.info("%s", budget.table())
-            budgets[depth] = BudgetHistory(budget=budget, device=device.type)
-        own = list(budgets).index(layout.depths[place.pipeline])
-        made = cls(device, place.pp, list(budgets.values()), own, shares_device=config.comm.share_device)
+            return BudgetHistory(budget=budget, device=device.type)
+
+        of_pipelines = dict(zip(layout.depths, each_pipeline(config, budget_of), strict=True))
+        own = list(of_pipelines).index(layout.depths[place.pipeline])
+        made = cls(device, place.pp, list(of_pipelines.values()), own, shares_device=config.comm.share_device)
+        for budgets in made._all:
+            if budgets.budget.limited:
+                logger.info("%s%s", made._of(budgets), budgets.budget.table())
         made.meter.start()
         if made.meter.peak_bytes() is None:
             logger.info("memory: the peak of a step cannot be measured on this system")
@@ -192,18 +194,21 @@ class JobMemory:
         Args: saved: of `to_dict`.
         Raises: ConfigError: they leave nothing for activations.
         """
-        parts = saved.get("depths", [saved])
         before = self._all
-        self._all = tuple(b.resumed(parts[i] if len(parts) == len(before) else {}) for i, b in enumerate(before))
+        self._all = tuple(one.resumed(saved.get("depths", {}).get(f"{one.num_ranks}", saved)) for one in before)
         for old, new in zip(before, self._all, strict=True):
             new.newest.check()
             if new != old:
-                logger.info("resumed %s", new.newest.table())
+                logger.info("resumed %s%s", self._of(new), new.newest.table())
 
     def to_dict(self) -> dict[str, Any]:
         """The state for a resumed run; empty without a limit."""
-        parts = [budgets.to_dict() for budgets in self._all if budgets.budget.limited]
-        return {"depths": parts} if len(parts) > 1 else parts[0] if parts else {}
+        parts = {f"{budgets.num_ranks}": budgets.to_dict() for budgets in self._all if budgets.budget.limited}
+        return {"depths": parts} if len(parts) > 1 else next(iter(parts.values()), {})
+
+    def _of(self, budgets: BudgetHistory) -> str:
+        """Which pipelines have these budgets, for the log; empty: all."""
+        return f"pipelines of {budgets.num_ranks} ranks: " if len(self._all) > 1 else ""
 
     @property
     def _budgets(self) -> BudgetHistory:
@@ -258,17 +263,20 @@ class JobMemory:
             margins = f"from {show_bytes(old.margin_bytes)} to {show_bytes(new.margin_bytes)} from step {step + 2} on"
             if new.margin_bytes > old.margin_bytes:  # equal on all ranks: one of them logs it
                 logger.info(
-                    "step %d: pp_rank %d passed planner.memory_limit, with %s more than predicted; its margin grows %s",
+                    "step %d: %spp_rank %d passed planner.memory_limit, with %s more than predicted; its margin grows "
+                    "%s",
                     step,
+                    self._of(after),
                     new.pp_rank,
                     show_bytes(excess[new.pp_rank]),
                     margins,
                 )
             elif new.margin_bytes < old.margin_bytes:
                 logger.info(
-                    "step %d: one microbatch takes %s on pp_rank %d; to leave room for it, the margin that had grown "
+                    "step %d: %sone microbatch takes %s on pp_rank %d; to leave room for it, the margin that had grown "
                     "goes back %s",
                     step,
+                    self._of(after),
                     show_bytes(needed[new.pp_rank]),
                     new.pp_rank,
                     margins,

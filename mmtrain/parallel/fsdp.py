@@ -1,4 +1,4 @@
-"""FSDP2 over dp_shard x cp (and tp for a module that tensor parallelism does not divide), HSDP over dp_replicate."""
+"""FSDP2 over dp_shard x cp of a stage (and tp for a module that tensor parallelism does not divide)."""
 
 import torch
 import torch.nn as nn
@@ -18,7 +18,7 @@ def apply_fsdp(
 
     Args:
         units: submodules that are gathered and reduced together, in forward order.
-        mesh: the ranks to shard over, one axis; or two (copies, shards) for HSDP.
+        mesh: the ranks to shard over, one axis.
         reshard: gather a unit before each use and free it after (ZeRO-3): all ranks of the mesh must run one
             order of works. Otherwise parameters stay gathered from UNSHARD to RESHARD (ZeRO-2 inside of a
             step): replicas with different plans can only agree on one order of gathers, the canonical one.

@@ -66,10 +66,13 @@ class _Sum:
     work: dist.Work | None = None
 
     def start(self, dtype: torch.dtype) -> None:
-        """Begins to add up the gradients, in a dtype."""
+        """Begins to add up the gradients. Args: dtype: of the message."""
         fill_missing_grads(parameter for copies in self.copies for parameter in copies)
-        self.flat = torch.cat([_added(copies).flatten().to(dtype) for copies in self.copies])
-        if self.group is not None and self.flat.numel():  # equal on all holders, which have the same shard
+        self.flat = torch.cat([_added(copies).flatten() for copies in self.copies])
+        if self.group is None:
+            return
+        self.flat = self.flat.to(dtype)
+        if self.flat.numel():  # equal on all holders, which have the same shard
             self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
 
     def finish(self) -> None:

@@ -6,6 +6,7 @@ from mmtrain.config.config import Config, uses_fsdp
 from mmtrain.config.planner import check_memory_limit
 from mmtrain.costs.cost_model import CostModel
 from mmtrain.costs.job_costs import cost_model
+from mmtrain.costs.operators.cluster import Cluster
 from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.batching import SubMicrobatch
 from mmtrain.planner.job import Job
@@ -59,6 +60,13 @@ def make_job(config: Config, choose: Choose = choose_partition) -> Job:
         check_plans=config.debug.check_plans,
         partition_summary=choice.summary,
     )
+
+
+def check_nodes(config: Config) -> None:
+    """Checks that a stage of unequal pipelines lies inside of one node of the job's hardware. Raises: ConfigError."""
+    if config.planner.hardware:
+        layout = config.parallelism.layout
+        layout.check_nodes(Cluster.of(config.planner.hardware, layout.world_size).hardware.gpus_per_node)
 
 
 def job_spec(config: Config) -> ModelSpec:

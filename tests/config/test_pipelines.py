@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from mmtrain.commands.cli import main
 from mmtrain.config import config
 from mmtrain.config.config import each_pipeline, of_pipeline
 from mmtrain.errors import ConfigError
@@ -52,15 +53,34 @@ def test_equal_pipelines_are_a_grid():
         ),
         (
             ["parallelism.pipelines=[2,1]", "planner.placement=parallel"],
-            'parallelism.pipelines[1] = 1: planner.placement = "parallel" with',
+            'planner.placement = "parallel" with parallelism.pipelines[1] = 1: modules on ranks of their own',
         ),
         (
             ["parallelism.pipelines=[2,40]"],
-            "parallelism.pipelines[1] = 40: model.encoder.num_segments: module 'vision' has 4 layers (cut points)",
+            "model.encoder.num_segments: module 'vision' has 4 layers (cut points), but parallelism.pipelines[1] = 40",
         ),
         (["parallelism.pipelines=[2,3]", "planner.eager_forwards=1"], "planner.eager_forwards = 1 with parallelism"),
     ],
 )
 def test_what_is_refused(words, message):
-    with pytest.raises(ConfigError, match="^[^=]*" + re.escape(message)):
+    with pytest.raises(ConfigError, match="^(configs/debug_vlm.toml: )?" + re.escape(message)):
         each_pipeline(load("debug_vlm.toml", *words), make_job)
+
+
+def test_a_batch_that_equal_pipelines_do_not_divide_stays_as_it_is():
+    words = ["parallelism.pipelines=[2,2]", "training.global_batch_size=5"]
+    assert of_pipeline(load("debug_vlm.toml", *words), 0).training.global_batch_size == 5
+
+
+@pytest.mark.parametrize("command", [["tune", "--cluster", "h800x8"], ["allocate", "--cluster", "h800", "--gpus", "8"]])
+def test_degrees_of_equal_pipelines_are_not_looked_for_in_a_job_of_others(command, capsys):
+    words = ["--config", "debug_vlm.toml", *(f"--{key}" for key in ONE), "--parallelism.pipelines=[2,3]"]
+    assert main([*command, *words]) == 2
+    assert "parallelism.pipelines = [2, 3], but this looks for degrees of equal pipelines" in capsys.readouterr().err
+
+
+def test_a_stage_larger_than_a_node_is_refused_before_anything_starts(capsys):
+    keys = ["planner.hardware=h800", "parallelism.data_parallel_shard_degree=16", "training.global_batch_size=64"]
+    words = ["--parallelism.pipeline_parallel_degree=1", "--parallelism.pipelines=[1,2]", *(f"--{key}" for key in keys)]
+    assert main(["config", "--config", "debug_vlm.toml", *words]) == 2
+    assert "a stage has dp_shard 16 x cp 1 x tp 1 = 16 ranks, and a node has 8" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from mmtrain.costs.machine import Machine, NominalNetwork
 from mmtrain.costs.operators.graph import OpKind
 from mmtrain.errors import ConfigError
 from mmtrain.modality.metadata import IterationMeta
+from mmtrain.planner.assignment.dealing import Dealer
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.memory.rank_state import Sharding
 from mmtrain.planner.plan import make_plan
@@ -130,7 +131,8 @@ def test_candidates_of_unequal_depth_are_judged_by_whole_and_by_part() -> None:
     job = load("parallelism.pipelines=[2,3]", "planner.enable=false", "parallelism.pipeline_parallel_schedule=1F1B")
     (step,) = steps = drawn_steps(job, "mix", 1, image_side=112)
     judge = Judge(config=job, steps=lambda of: steps)
-    wanted, _ = IterationSimulator.of(job, Machine.of(job).network).simulate(divided(step, 2))
+    simulator = IterationSimulator.of(job, Machine.of(job).network)
+    wanted, _ = simulator.simulate(divided(step, 2, Dealer.of(job, simulator.jobs)))
     whole = judge.judge(Candidate(), Effort(evaluations=0))
     assert (whole.problem, whole.seconds, whole.peak_bytes) == ("", (wanted.iteration_s,), max(wanted.peak_bytes))
     part = judge.judge(Candidate(), Effort(evaluations=0, num_microbatches=8))

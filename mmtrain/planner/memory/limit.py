@@ -251,6 +251,11 @@ class BudgetHistory:
     needed_bytes: tuple[float, ...] = ()
     """[pp_rank] -> the largest of all batches' least activation bytes; empty: no batch yet."""
 
+    @property
+    def num_ranks(self) -> int:
+        """Pipeline ranks."""
+        return len(self.budget.ranks)
+
     def at(self, step: int) -> MemoryBudget:
         """The budget with which a step is planned."""
         margins = [margin_bytes for first_step, margin_bytes in self.margins if first_step <= step]
@@ -292,7 +297,8 @@ class BudgetHistory:
             (int(step), tuple(map(float, margin_bytes))) for step, margin_bytes in saved.get("margins", ())
         ]
         equal = all(saved.get(key) == settings[key] for key in ("limit", "device"))
-        if not equal or any(len(margin_bytes) != len(self.budget.ranks) for _, margin_bytes in saved_margins):
+        of_ranks = [row for row in (*(row for _, row in saved_margins), saved.get("needed_bytes", ())) if row]
+        if not equal or any(len(row) != len(self.budget.ranks) for row in of_ranks):
             return self
         budget = self.budget.with_process(float(saved["process_bytes"]))
         nothing = (0.0,) * len(budget.ranks)

@@ -64,6 +64,15 @@ class Estimate:
         return self.seconds, self.mesh.tp, self.mesh.cp, self.mesh.dp, self.ranks
 
 
+def check_grid(config: Config, command: str) -> None:
+    """Refuses a job of pipelines of its own, where degrees of equal ones are looked for. Raises: ConfigError."""
+    if config.parallelism.pipelines:
+        raise ConfigError(
+            f"{command}: parallelism.pipelines = {config.parallelism.pipelines}, but this looks for degrees of equal "
+            "pipelines; remove the key (`mmtrain allocate --nodes` finds pipelines of unequal depth)"
+        )
+
+
 def gpus_of_node(config: Config, num_gpus: int) -> int:
     """GPUs of one node of the job's hardware; without hardware, all. Raises: ConfigError: it does not exist."""
     hardware = config.planner.hardware

@@ -62,6 +62,7 @@ class TemplateMaker:
     _smallest: dict[JobLayout, int] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
+        self.config = replace(self.config, parallelism=replace(self.config.parallelism, pipelines=[]))
         hardware = self.config.planner.hardware
         if not hardware:
             raise ConfigError(

@@ -401,3 +401,16 @@ def test_a_limit_that_neither_orders_nor_options_can_keep_is_refused() -> None:
     for more in ('activation_checkpoint.mode="full"', 'planner.memory_strategies=["keep"]'):
         with pytest.raises(ConfigError, match="no choice of memory either"):
             config.load("debug_vlm.toml", [f"--{key}" for key in (*base, more)])
+
+
+def test_margins_of_another_number_of_pipeline_ranks_are_not_taken_over():
+    job = config.load("debug_vlm.toml", ["planner.memory_limit=4GiB", "planner.enable=true"])
+    histories = {}
+    for pp in (2, 3):
+        own = config.with_values(job, {"parallelism.pipeline_parallel_degree": pp})
+        made = make_job(own)
+        histories[pp] = BudgetHistory(budget=MemoryRule.of(own).budget(made.spec, made.partition), device="cpu")
+    two = histories[2].after(1, [0.0, 0.0], [1.0, 2.0])
+    assert two.to_dict()["needed_bytes"] == [1.0, 2.0] and not two.margins
+    assert histories[3].resumed(two.to_dict()) == histories[3]
+    assert histories[2].resumed(two.to_dict()).needed_bytes == (1.0, 2.0)
