@@ -95,15 +95,10 @@ class Trainer:
         self._stops = StopSignals()
 
     @property
-    def pipeline(self) -> int:
-        """The pipeline of this rank."""
-        rank = dist.get_rank() if dist.is_initialized() else Launched.from_environment().rank
-        return self.config.parallelism.layout.coordinates(rank).pipeline
-
-    @property
     def job(self) -> Job:
         """That of this rank's pipeline."""
-        return self.jobs[self.pipeline]
+        rank = dist.get_rank() if dist.is_initialized() else Launched.from_environment().rank
+        return self.jobs[self.config.parallelism.layout.coordinates(rank).pipeline]
 
     @property
     def placement(self) -> Placement:
