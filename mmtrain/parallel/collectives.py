@@ -60,6 +60,13 @@ def errors_on_all(group: dist.ProcessGroup | None) -> Iterator[None]:
         raise error
 
 
+def equal_over(group: dist.ProcessGroup | None, number: int) -> bool:
+    """Whether an integer of 63 bits is equal on all ranks of a group. Collective over it. Args: group: None: all."""
+    range_of = torch.tensor([number, -number], dtype=torch.int64)
+    dist.all_reduce(range_of, op=dist.ReduceOp.MAX, group=group)
+    return int(range_of[0]) == -int(range_of[1])
+
+
 def sum_over(group: dist.ProcessGroup | None, count: int) -> int:
     """The sum of a count over the ranks of a group. Collective over it. Args: group: None: only this rank."""
     total = torch.tensor(count)

@@ -1,7 +1,7 @@
 """Sums of gradients over the ranks that hold a layer: one in each pipeline, and those with a copy of a tied matrix.
 
-Pipelines may cut the model in different places, so a layer's holders are found by the names of parameters, which do not
-depend on the cut. Parameters with equal holders in a row travel as one message. All ranks walk the sums in one order,
+Pipelines may cut the model differently, so a layer's holders are found by the names of parameters, which do not depend
+on the cut. Parameters with equal holders in a row travel as one message. All ranks walk the sums in one order,
 the last layer first: pipelines that walked the layers of one group in different orders would add the gradients of
 different layers without an error.
 """
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mmtrain.errors import PlanError
+from mmtrain.parallel.collectives import equal_over
 from mmtrain.parallel.grads import fill_missing_grads, local_part
 from mmtrain.parallel.mesh import Mesh
 
@@ -35,7 +36,7 @@ class _Held(NamedTuple):
     shape: tuple[int, ...]
     """Of this rank's shard."""
     elements: int
-    """Of a shard, on average: equal at all places of a stage."""
+    """Of a shard, on average: equal at all positions in a stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +45,12 @@ class _Message:
 
     names: tuple[str, ...]
     holders: tuple[tuple[int, tuple[int, ...]], ...]
-    """(place in the column, its stages that have them)."""
+    """(position in the column, its stages that have them)."""
 
     @property
-    def places(self) -> tuple[int, ...]:
-        """Places in the column of those that have them."""
-        return tuple(place for place, _ in self.holders)
+    def positions(self) -> tuple[int, ...]:
+        """Positions in the column of those that have them."""
+        return tuple(position for position, _ in self.holders)
 
 
 @dataclass(eq=False, slots=True)
@@ -126,14 +127,14 @@ class LayerSums:
         messages = _messages(_tables(table, mesh), mesh)
         _check_equal(messages, mesh)
         groups = _groups(messages, mesh)
-        place, sums = mesh.column.index(mesh.rank), list[_Sum]()
+        position, sums = mesh.column.index(mesh.rank), list[_Sum]()
         for message in messages:
-            if place in message.places:
-                own_stages = dict(message.holders)[place]
+            if position in message.positions:
+                own_stages = dict(message.holders)[position]
                 copies = [
                     tuple(p for stage in own_stages for p in named.get((name, stage), ())) for name in message.names
                 ]
-                sums.append(_Sum(tuple(copies), frozenset(own_stages), groups.get(message.places)))
+                sums.append(_Sum(tuple(copies), frozenset(own_stages), groups.get(message.positions)))
         return cls(sums, dtype)
 
     def stage_reduced(self, stage: int) -> None:
@@ -170,7 +171,7 @@ def _added(copies: Sequence[nn.Parameter]) -> Tensor:
 
 
 def _tables(table: list[_Held], mesh: Mesh) -> list[list[_Held]]:
-    """[place in the column] -> what that rank holds. Collective over the column."""
+    """[position in the column] -> what that rank holds. Collective over the column."""
     tables: list[Any] = [table] * len(mesh.column)
     if mesh.column_group is not None:
         dist.all_gather_object(tables, table, group=mesh.column_group)
@@ -180,38 +181,38 @@ def _tables(table: list[_Held], mesh: Mesh) -> list[list[_Held]]:
 def _messages(tables: Sequence[Sequence[_Held]], mesh: Mesh) -> list[_Message]:
     """The messages of the job in the order in which all ranks walk them.
 
-    Args: tables: [place in the column] -> its parameters, in forward order.
+    Args: tables: [position in the column] -> its parameters, in forward order.
     Raises: PlanError: pipelines have different parameters, or other shards of them.
     """
     pipelines = [mesh.layout.coordinates(rank).pipeline for rank in mesh.column]
     holders: dict[str, dict[int, list[_Held]]] = {}
-    for place, held in enumerate(tables):
+    for position, held in enumerate(tables):
         for one in held:
-            holders.setdefault(one.name, {}).setdefault(place, []).append(one)
+            holders.setdefault(one.name, {}).setdefault(position, []).append(one)
     first = sorted(
         (one.stage, order, one.name)
-        for place, held in enumerate(tables)
-        if pipelines[place] == 0
+        for position, held in enumerate(tables)
+        if pipelines[position] == 0
         for order, one in enumerate(held)
     )
     forward = list(dict.fromkeys(name for _, _, name in first))
-    for name, places in holders.items():
-        shapes = {one.shape for held in places.values() for one in held}
-        if name not in forward or {pipelines[place] for place in places} != set(pipelines) or len(shapes) > 1:
+    for name, positions in holders.items():
+        shapes = {one.shape for held in positions.values() for one in held}
+        if name not in forward or {pipelines[position] for position in positions} != set(pipelines) or len(shapes) > 1:
             raise PlanError(
                 f"pipelines do not hold equal shards of {name}: {sorted(shapes)} on ranks "
-                f"{[mesh.column[place] for place in places]}; all need one version of mmtrain and equal configs"
+                f"{[mesh.column[at] for at in positions]}; all need one version of mmtrain and equal configs"
             )
     messages: list[_Message] = []
-    for key, names in groupby(reversed(forward), lambda name: _places(holders[name])):
+    for key, names in groupby(reversed(forward), lambda name: _holders_of(holders[name])):
         alone = len(key) == 1 and len(key[0][1]) == 1
         for part in [] if alone else _parts(list(names), holders):
             messages.append(_Message(part, key))
     return messages
 
 
-def _places(held: Mapping[int, Sequence[_Held]]) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    return tuple((place, tuple(sorted({one.stage for one in own}))) for place, own in sorted(held.items()))
+def _holders_of(held: Mapping[int, Sequence[_Held]]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    return tuple((position, tuple(sorted({one.stage for one in own}))) for position, own in sorted(held.items()))
 
 
 def _parts(names: Sequence[str], holders: Mapping[str, Mapping[int, Sequence[_Held]]]) -> list[tuple[str, ...]]:
@@ -234,9 +235,7 @@ def _check_equal(messages: Sequence[_Message], mesh: Mesh) -> None:
     Raises: PlanError: they do not.
     """
     digest = int(hashlib.sha256(repr(messages).encode()).hexdigest()[:15], 16)
-    range_of = torch.tensor([digest, -digest], dtype=torch.int64)
-    dist.all_reduce(range_of, op=dist.ReduceOp.MAX)
-    if int(range_of[0]) != -int(range_of[1]):
+    if not equal_over(None, digest):
         raise PlanError(
             "ranks disagree about the layers whose gradients they add up; all machines need one version of mmtrain and "
             "equal configs"
@@ -244,11 +243,11 @@ def _check_equal(messages: Sequence[_Message], mesh: Mesh) -> None:
 
 
 def _groups(messages: Sequence[_Message], mesh: Mesh) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Places -> the group of this rank's column. Collective over the job: every rank makes every group."""
+    """Positions -> the group of this rank's column. Collective over the job: every rank makes every group."""
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    for places in dict.fromkeys(message.places for message in messages if len(message.places) > 1):
+    for positions in dict.fromkeys(message.positions for message in messages if len(message.positions) > 1):
         for column in mesh.layout.groups("pipeline", "pp"):
-            group = dist.new_group([column[place] for place in places])
+            group = dist.new_group([column[position] for position in positions])
             if column == mesh.column:
-                groups[places] = group
+                groups[positions] = group
     return groups

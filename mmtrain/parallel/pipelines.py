@@ -1,20 +1,17 @@
 """What the replicas of a job agree on, whatever pipelines they run in: totals of a step, and its samples."""
 
-import torch
 import torch.distributed as dist
 
 from mmtrain.errors import DataError
 from mmtrain.modality.metadata import IterationMeta
+from mmtrain.parallel.collectives import equal_over, sum_over
 from mmtrain.parallel.mesh import Mesh
 
 
 def sum_over_replicas(mesh: Mesh, count: int) -> int:
     """The sum of a count of each replica. Collective over the job. Args: count: of this rank's replica."""
-    if mesh.replicas_group is None:
-        return count
-    total = torch.tensor(count if mesh.is_leader else 0)
-    dist.all_reduce(total, group=mesh.replicas_group)
-    return int(total)
+    counts = mesh.replicas_group is None or mesh.is_leader
+    return sum_over(mesh.replicas_group, count if counts else 0)
 
 
 def check_same_assignment(meta: IterationMeta, mesh: Mesh) -> None:
@@ -25,10 +22,7 @@ def check_same_assignment(meta: IterationMeta, mesh: Mesh) -> None:
     group = mesh.replicas_group
     if meta.assignment is None or group is None:
         return
-    number = int(meta.assignment.digest, 16) >> 1
-    range_of = torch.tensor([number, -number], dtype=torch.int64)
-    dist.all_reduce(range_of, op=dist.ReduceOp.MAX, group=group)
-    if int(range_of[0]) == -int(range_of[1]):
+    if equal_over(group, int(meta.assignment.digest, 16) >> 1):
         return
     digests: list[str] = [""] * mesh.layout.world_size
     dist.all_gather_object(digests, meta.assignment.digest, group=group)

@@ -25,17 +25,17 @@ def with_ears(**options):
     return model_config(others={"audio": "whisper_encoder"}, **options)
 
 
-def without_pictures(model):
+def without_images(model):
     return dataclasses.replace(model, encoder=None)
 
 
 CASES = {
-    "pictures and sound": Case(model=with_ears(tied=True), images=MIXED),
+    "images and sound": Case(model=with_ears(tied=True), images=MIXED),
     "frozen encoder": Case(model=with_ears(frozen=("encoder", "projector")), images=SOUND_ON_ONE),
     "frozen sound": Case(model=with_mask(with_ears(frozen=("audio",)), "modality"), images=MIXED),
     "frozen language": Case(model=with_ears(language="llama", frozen=("language",)), images=SOUND_ON_ONE),
     "no sound": Case(model=with_ears(), images=PICTURES),
-    "sound alone": Case(model=without_pictures(with_ears()), images=[[["a"], [0], ["aa", "a"]], [["a"], [0], [0]]]),
+    "sound alone": Case(model=without_images(with_ears()), images=[[["a"], [0], ["aa", "a"]], [["a"], [0], [0]]]),
     "three encoders": Case(
         model=with_mask(
             model_config("qwen2_5_vl_vision", projector="native", others={"maps": "vit", "audio": "whisper_encoder"}),
@@ -74,7 +74,7 @@ PLACED_SHAPES = [
 PLACED_TABLE = dict.fromkeys(PLACED_SHAPES, PLACED)
 DAILY = {shape: {name: small(case, shape.pp) for name, case in cases.items()} for shape, cases in {
     JobLayout.grid(): {name: CASES[name] for name in ("three encoders", "sound alone")},
-    JobLayout.grid(pp=2): {name: CASES[name] for name in ("pictures and sound", "frozen sound", "no sound")},
+    JobLayout.grid(pp=2): {name: CASES[name] for name in ("images and sound", "frozen sound", "no sound")},
     JobLayout.grid(cp=2, tp=2): {"three encoders": CASES["three encoders"], "frozen encoder": CASES["frozen encoder"]},
     JobLayout.grid(dp_shard=2): {name: CASES[name] for name in ("frozen language",)},
     JobLayout.grid(pp=3): {"parallel": PLACED["parallel"], "colocated": PLACED["colocated"]},

@@ -95,7 +95,7 @@ def test_seconds_are_those_of_the_simulator(maker):
         step = maker.typical[: 4 * count]
         metas = [IterationMeta(microbatches=step[i : i + count]) for i in range(0, len(step), count)]
         assert simulator.simulate(metas)[0].iteration_s == pytest.approx(seconds)
-    assert made.seconds(5) == made.seconds(8) == made.points[1][1], "the fullest replica has two"
+    assert made.seconds(5) == made.seconds(8) == made.points[1][1], "the most loaded replica has two"
 
 
 def test_the_beginnings_of_the_typical_step_are_typical(maker):
