@@ -97,11 +97,11 @@ def test_a_checkpoint_goes_to_other_pipelines_and_back_bit_for_bit(tmp_path, cha
 
 
 def test_a_killed_job_continues_exactly(tmp_path, charts):
-    whole_job = finished(charts, 3, [*SAVING, *pipelines(2, 1)])
+    whole_job = finished(charts, 5, [*SAVING, *pipelines(2, 3)])
     path = write_config(tmp_path, charts)
     with pytest.raises(AssertionError, match="process died with exit code -9"):
-        run_ranks(killed_at, 3, path, [*SAVING, *pipelines(2, 1)], 4)
-    run_ranks(train, 3, path, [*SAVING, *pipelines(2, 1)])
+        run_ranks(killed_at, 5, path, [*SAVING, *pipelines(2, 3)], 4)
+    run_ranks(train, 5, path, [*SAVING, *pipelines(2, 3)])
     for key in ("loss", "grad_norm"):
         assert metrics(path.parent, key) == metrics(whole_job, key)
 
