@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train train-video train-sound test nightly mutants check docs data shapes sounds venv clean
+.PHONY: train train-video train-sound train-clip test nightly mutants check docs data shapes squares sounds pairs venv clean
 
 venv: $(VENV)/installed
 
@@ -22,19 +22,34 @@ shapes: data/shapes/README.md
 data/shapes/README.md: | venv
 	$(BIN)/mmtrain data shapes data/shapes --num-samples 6000 --seed 0
 
+squares: data/squares/README.md
+
+data/squares/README.md: | venv
+	$(BIN)/mmtrain data shapes data/squares --level easy --num-samples 12000 --seed 0
+
 sounds: data/sounds/README.md
 
 data/sounds/README.md: | venv
 	$(BIN)/mmtrain data sounds data/sounds --num-samples 6000 --seed 0
 
+pairs: data/pairs/README.md
+
+data/pairs/README.md: | venv
+	$(BIN)/mmtrain data pairs data/pairs --num-samples 6000 --seed 0
+
 train: venv data
 	$(BIN)/mmtrain train --config debug_qwen2_vl.toml
 
-train-video: venv shapes
-	$(BIN)/mmtrain train --config debug_t2v.toml
+train-video: venv squares
+	$(BIN)/mmtrain train --config debug_square.toml
+	rm -rf outputs/debug_square/judged
+	$(BIN)/mmtrain sample outputs/debug_square --judge --out outputs/debug_square/judged
 
 train-sound: venv sounds
 	$(BIN)/mmtrain train --config debug_sound.toml
+
+train-clip: venv pairs
+	$(BIN)/mmtrain train --config debug_clip.toml
 
 # Tests side by side: many use one core, or wait. A test may itself start up to 8 processes.
 TEST_WORKERS ?= 2
@@ -69,4 +84,4 @@ $(VENV)/docs-installed: pyproject.toml | venv
 	touch $@
 
 clean:
-	rm -rf outputs data/charts data/shapes data/sounds
+	rm -rf outputs data/charts data/shapes data/squares data/sounds data/pairs

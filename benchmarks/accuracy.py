@@ -45,7 +45,7 @@ from mmtrain.planner.iteration import IterationPlan
 from mmtrain.planner.job import Job
 from mmtrain.planner.search_settings import PLANNED
 from mmtrain.simulator.profiling.measurements import trainable_params
-from mmtrain.trainer import Trainer
+from mmtrain.training.trainer import Trainer
 
 SEQ_LEN = 512
 QUIET = 0.04

@@ -1,10 +1,11 @@
-"""python benchmarks/attention.py
+"""python benchmarks/attention.py [--seconds 420]
 
 Forward and backward of the attention function of all hosted models, alone, in one layer of 32 query and 8 key heads
-of 128 columns in bfloat16. On a GPU: scaled-dot-product attention piece by piece against FlexAttention for each mask,
-at 8k to 64k packed tokens, on one rank with all tokens and on one of 4 context-parallel ranks. On a CPU: a small
-float32 layer, piece by piece against one call with a dense T x T mask. Prints the median time of a step, the peak of
-memory on top of what was there (GPU alone) and the ratio of the times.
+of 128 columns in bfloat16. On a GPU first variable-length attention, scaled-dot-product attention piece by piece and
+FlexAttention by the number of causal documents, of different lengths; then for each mask the latter two, at 8k to 64k
+packed tokens, on one rank with all tokens and on one of 4 context-parallel ranks. On a CPU: a small float32 layer,
+piece by piece against one call with a dense T x T mask. Prints the median time of a step and the peak of memory on top
+of what was there (GPU alone); for masks, the ratio of the times. After `--seconds` nothing further begins.
 """
 
 import argparse
@@ -16,12 +17,14 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from operators import lengths
 from torch import Tensor
 
 from mmtrain.modality.bitfield import Bits, allowed, language_bits
 from mmtrain.modality.metadata import DocumentMeta, ImageMeta, MicrobatchMeta
 from mmtrain.modality.token_split import split_tokens
-from mmtrain.models.attention.context import AttentionChoices, Backend, attention_context, packed_attention
+from mmtrain.models.attention.backend import Backend
+from mmtrain.models.attention.context import AttentionChoices, attention_context, packed_attention
 
 KINDS = ("causal", "image_bidirectional", "prefix")
 
@@ -115,12 +118,32 @@ def dense(bits: Bits) -> Callable[..., Tensor]:
     return attend
 
 
+def by_documents(tokens: list[int], repetitions: int, end: float) -> None:
+    """A line for each number of causal documents in a sequence, with each kernel of a GPU. Args: end: as of `main`."""
+    names: tuple[Backend, ...] = ("varlen", "sdpa", "flex")
+    print(f"{'tokens':>7} {'documents':>10}" + "".join(f"{name + ' ms':>12}{name + ' MiB':>12}" for name in names))
+    for total in tokens:
+        for count in (1, 16, 256, 1024):
+            if time.monotonic() > end:
+                return
+            parts = lengths(count, total)
+            documents = [DocumentMeta(sample=i, num_tokens=n, num_targets=0, images=()) for i, n in enumerate(parts)]
+            bits = language_bits(MicrobatchMeta(documents=tuple(documents)))
+            tensors = inputs(GPU, total, total, "cuda")
+            found = [measure(packed(bits, np.arange(total), name), tensors, repetitions) for name in names]
+            print(f"{total:7} {count:10}" + "".join(f"{ms:12.2f}{peak:>12}" for ms, peak in found), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", help="default: 8k, 16k, 32k, 64k on a GPU; 1k, 2k on a CPU")
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--seconds", type=int, default=420)
     args = parser.parse_args()
+    end = time.monotonic() + args.seconds
     on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        by_documents(args.tokens or [8192, 32768], args.repetitions, end)
     device, layer = ("cuda", GPU) if on_gpu else ("cpu", CPU)
     names = ("sdpa", "flex") if on_gpu else ("sdpa", "dense")
     heading = "".join(f"{name + ' ms':>12}{name + ' MiB':>12}" for name in names)
@@ -128,13 +151,15 @@ def main() -> None:
     for total in args.tokens or ([8192, 16384, 32768, 65536] if on_gpu else [1024, 2048]):
         for cp in (1, 4) if on_gpu else (1,):
             for kind in KINDS:
+                if time.monotonic() > end:
+                    return
                 bits = language_bits(sequence(total), kind)
                 rows = split_tokens(bits, cp, "balanced", 128)[0]
                 tensors = inputs(layer, len(rows), total, device)
                 runs = [dense(bits) if name == "dense" else packed(bits, rows, name) for name in names]
                 results = [measure(run, tensors, args.repetitions) for run in runs]
                 figures = "".join(f"{ms:12.2f}{peak:>12}" for ms, peak in results)
-                print(f"{total:7} {cp:3}  {kind:20}{figures}{results[1][0] / results[0][0]:14.2f}")
+                print(f"{total:7} {cp:3}  {kind:20}{figures}{results[1][0] / results[0][0]:14.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from accuracy import CASES, Case, iteration, job
 from mmtrain.commands.driven_steps import timed_steps
 from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.data.noise import noise_batch
-from mmtrain.trainer import Trainer
+from mmtrain.training.trainer import Trainer
 
 DECLINED = "MALLOC_PERTURB_"
 """With any variable of glibc's allocator set, freed memory is not kept; this one at 0 changes nothing else."""

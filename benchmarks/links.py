@@ -19,6 +19,7 @@ from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.plan import JobMethod, make_plan
 from mmtrain.planner.search_settings import PLANNED
 from mmtrain.schedule.action import RESULT_OF
+from mmtrain.schedule.graph import Edge
 from mmtrain.schedule.items import Result
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
@@ -59,8 +60,7 @@ def with_cards(problem: PlanningProblem, plan: Plan) -> tuple[float, float]:
     for rank, order in enumerate(plan.orders):
         for action in order:
             for result, edge in graph.needs(action.kind, action.stage, graph.work_of(action)):
-                seconds = problem.transfer_s(edge) - latency_s if edge is not None and not graph.is_local(edge) else 0.0
-                targets.setdefault(result, []).append((rank, max(0.0, seconds)))
+                targets.setdefault(result, []).append((rank, _sent_s(problem, edge)))
     for rank in range(num_ranks):
         start(0.0, rank)
     now = 0.0
@@ -79,6 +79,14 @@ def with_cards(problem: PlanningProblem, plan: Plan) -> tuple[float, float]:
             start(now, other)
     assert all(step == len(order) for step, order in zip(steps, plan.orders, strict=True))
     return now, max(busy)
+
+
+def _sent_s(problem: PlanningProblem, edge: Edge | None) -> float:
+    """Seconds that one message takes a card, without those of other copies of the result."""
+    if edge is None or problem.graph.is_local(edge):
+        return 0.0
+    made = problem.output_bytes[edge.work][problem.graph.position[edge.source]]
+    return (made if edge.size_bytes is None else edge.size_bytes) / problem.p2p.bytes_per_s
 
 
 def plans(model: str, schedule: str, args: argparse.Namespace) -> Iterator[tuple[PlanningProblem, Plan]]:

@@ -40,7 +40,7 @@ from mmtrain.schedule.plan import held_bytes
 from mmtrain.simulator.job import make_job
 from mmtrain.simulator.typical_iterations import WORKLOAD
 from mmtrain.simulator.workloads import draw
-from mmtrain.trainer import Trainer
+from mmtrain.training.trainer import Trainer
 
 GIB = 2.0**30
 NUM_PLANS = 20

@@ -1,20 +1,25 @@
 #!/usr/bin/env bash
 # benchmarks/on_gpu.sh PART    (from the root of the tree)
 #
-# What only a machine with a CUDA device can show, in parts of at most ten minutes, 25 in all. The machine needs Python
-# 3.12, torch with CUDA and transformers, and no network: what else is missing comes as wheels.
+# What only a machine with a CUDA device can show, in parts of less than ten minutes each, the most telling first, 45 in
+# all. The machine needs Python 3.12, torch with CUDA and transformers, and no network: what else is missing comes as
+# wheels.
 #
 #   pack FOLDER  here, with a network: FOLDER/mmtrain (the tree of HEAD, wheels) and FOLDER/compiler (numba's wheels,
 #                this script), 64 MiB at most each; carry them one after the other to the same machine
 #   wheels       there, in FOLDER/compiler: installs its wheels
 #   setup        there, in FOLDER/mmtrain: installs those wheels that are missing, and says what is still not there
 #   tests        pytest -m gpu
+#   attention    variable-length attention against SDPA and FlexAttention, by documents and masks: times and memory (that
+#                they give the same is one of the tests)
+#   blocks       blocks and a head of published shapes: times, MFU, kernels, waits, memory, eager and compiled
+#   step         whole steps at one rank: kernels, waits and where they are, memory
 #   ranks        two ranks on one device over gloo: streams, events, offloading, memory limits, all axes
-#   attention    FlexAttention against SDPA: times and memory (that they give the same is one of the tests)
 #   one_gpu      mmtrain, a plain loop and Hugging Face's Trainer on one device
 #   all          setup to one_gpu, one after the other
 #
-# Each part leaves its output in REPORT/PART.txt and its line in REPORT/report.md, and exits with 1 if it failed.
+# Each part leaves its output in REPORT/PART.txt and its line in REPORT/report.md as soon as it has ended, and exits with
+# 1 if it failed. A part that would take longer stops between two measurements and keeps those that it has.
 #
 #   REPORT=on_gpu_report    folder of the report
 #   WHEELS=wheels           folder of the wheels
@@ -69,20 +74,29 @@ tests() {
   grep -rlZ --include='test_*.py' 'mark\.gpu' tests | xargs -0 "$PYTHON" -m pytest -m gpu -q -p no:cacheprovider -W default
 }
 
-ranks() {
-  "$PYTHON" benchmarks/on_gpu_ranks.py
+attention() {
+  "$PYTHON" benchmarks/attention.py --seconds 420
 }
 
-attention() {
-  "$PYTHON" benchmarks/attention.py
+blocks() {
+  "$PYTHON" benchmarks/on_gpu_blocks.py --seconds 420
+}
+
+step() {
+  "$PYTHON" benchmarks/on_gpu_step.py
+}
+
+ranks() {
+  "$PYTHON" benchmarks/on_gpu_ranks.py --seconds 420
 }
 
 one_gpu() {
   "$PYTHON" benchmarks/one_gpu.py --rounds 2
 }
 
-# Seconds that a part may take: all of them together 25 minutes.
-declare -A LIMIT=([wheels]=60 [setup]=60 [tests]=240 [ranks]=420 [attention]=360 [one_gpu]=420)
+# Seconds that a part may take, all below the ten minutes that a machine may be lent for; in the order of `all`.
+PARTS="setup tests attention blocks step ranks one_gpu"
+declare -A LIMIT=([wheels]=60 [setup]=60 [tests]=240 [attention]=500 [blocks]=500 [step]=300 [ranks]=560 [one_gpu]=560)
 
 run_part() {
   local part=$1 start=$SECONDS status
@@ -100,10 +114,10 @@ run_part() {
 
 case "${1:-}" in
   pack) pack "${2:-}" ;;
-  wheels | setup | tests | ranks | attention | one_gpu) run_part "$1" ;;
+  wheels | setup | tests | attention | blocks | step | ranks | one_gpu) run_part "$1" ;;
   all)
     failed=0
-    for part in setup tests ranks attention one_gpu; do run_part "$part" || failed=1; done
+    for part in $PARTS; do run_part "$part" || failed=1; done
     cat "$REPORT/report.md"
     exit $failed
     ;;

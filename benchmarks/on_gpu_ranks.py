@@ -1,11 +1,13 @@
-"""python benchmarks/on_gpu_ranks.py [--size medium] [--steps 3] [--only NAME ...]
+"""python benchmarks/on_gpu_ranks.py [--size medium] [--steps 3] [--seconds 480] [--only NAME ...]
 
-Two ranks on one CUDA device (`comm.share_device`: gloo, messages through host memory) against one rank on it, and that
-against one rank on the CPU: streams, device events, offloading and memory limits in small jobs on batches of noise,
-without any data set. Each job trains the same steps in float32, so its losses must be those of the first one. Prints
-for each the largest relative difference of a loss, the seconds of a step, the most loaded rank's peak as the allocator
-has it and as the plan said of activations, and whether what was measured makes sense: actions in order and inside of
-their step, less memory where a limit or offloading asks for it. Exit status 1 if a job ends with an error or differs.
+Two ranks on one CUDA device (`comm.share_device`: gloo, messages through host memory) against one rank on it, and that,
+for a tiny model, against one rank on the CPU: streams, device events, offloading and memory limits in small jobs on
+batches of noise, without any data set. Each job trains the same steps in float32, so its losses must be those of the
+first one. Prints for each the largest relative difference of a loss, the seconds of a step, the most loaded rank's peak
+as the allocator has it and as the plan said of activations, and whether what was measured makes sense: actions in order
+and inside of their step, less memory where a limit or offloading asks for it. Each axis comes first, then memory, clips
+and the CPU; after `--seconds` no further job begins. Exit status 1 if a job ends with an error, differs or does not
+begin.
 
 Without a CUDA device all runs on the CPU, which tries the program and not the device.
 """
@@ -14,6 +16,7 @@ import argparse
 import os
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +35,7 @@ from mmtrain.modality.typical import Bins
 from mmtrain.models.batch import Batch
 from mmtrain.simulator.typical_iterations import usual_workload
 from mmtrain.simulator.workloads import draw
-from mmtrain.trainer import Trainer
+from mmtrain.training.trainer import Trainer
 
 SAME = 1e-3
 """Relative difference of a loss after some steps in float32, on one kind of device or two."""
@@ -104,6 +107,8 @@ class Case:
     """The job that must take more memory, on a device."""
     clips: bool = False
     """Of a text-to-video model."""
+    size: str = ""
+    """Of its model; empty: as the command says."""
     on_cpu: bool = False
 
 
@@ -111,13 +116,11 @@ PAIR = ("parallelism.pipeline_parallel_degree=2",)
 PLANNED = (*PAIR, "planner.enable=true", "planner.budget_evaluations=200")
 CASES = (
     Case(name="one rank", ranks=1),
-    Case(name="one rank on the CPU", ranks=1, on_cpu=True),
     Case(name="pipeline, 1F1B", ranks=2, overrides=(*PAIR, 'parallelism.pipeline_parallel_schedule="1F1B"')),
-    Case(
-        name="pipeline, split backwards", ranks=2, overrides=(*PAIR, 'parallelism.pipeline_parallel_schedule="ZB-H1"')
-    ),
+    Case(name="FSDP2", ranks=2, overrides=("parallelism.data_parallel_shard_degree=2",)),
+    Case(name="tensor parallel", ranks=2, overrides=("parallelism.tensor_parallel_degree=2",)),
+    Case(name="context parallel", ranks=2, overrides=("parallelism.context_parallel_degree=2",)),
     Case(name="pipeline, planned", ranks=2, overrides=PLANNED),
-    Case(name="full recomputation", ranks=2, overrides=(*PAIR, 'activation_checkpoint.mode="full"')),
     Case(
         name="offloading",
         ranks=2,
@@ -131,10 +134,11 @@ CASES = (
         less_than="pipeline, planned",
     ),
     Case(name="memory limit of 45 %", ranks=2, overrides=(*PLANNED, 'planner.memory_limit="45%"')),
-    Case(name="FSDP2", ranks=2, overrides=("parallelism.data_parallel_shard_degree=2",)),
+    Case(
+        name="pipeline, split backwards", ranks=2, overrides=(*PAIR, 'parallelism.pipeline_parallel_schedule="ZB-H1"')
+    ),
+    Case(name="full recomputation", ranks=2, overrides=(*PAIR, 'activation_checkpoint.mode="full"')),
     Case(name="two pipelines", ranks=2, overrides=("parallelism.data_parallel_replicate_degree=2",)),
-    Case(name="tensor parallel", ranks=2, overrides=("parallelism.tensor_parallel_degree=2",)),
-    Case(name="context parallel", ranks=2, overrides=("parallelism.context_parallel_degree=2",)),
     Case(name="clips, one rank", ranks=1, clips=True, like="clips, one rank"),
     Case(name="clips, pipeline, planned", ranks=2, overrides=PLANNED, clips=True, like="clips, one rank"),
     Case(
@@ -144,6 +148,8 @@ CASES = (
         clips=True,
         like="clips, one rank",
     ),
+    Case(name="tiny", ranks=1, size="tiny", like="tiny"),
+    Case(name="tiny, on the CPU", ranks=1, size="tiny", like="tiny", on_cpu=True),
 )
 
 
@@ -215,6 +221,7 @@ def main() -> None:
     cuda = torch.cuda.is_available()
     parser.add_argument("--size", choices=SIZES, default="medium" if cuda else "tiny")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--seconds", type=int, default=480)
     parser.add_argument("--only", nargs="+", choices=[case.name for case in CASES], metavar="NAME")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -222,12 +229,16 @@ def main() -> None:
     columns = f"{'ranks':>5s} {'loss differs':>12s} {'s a step':>9s} {'actions':>8s} {'peak MiB':>9s} {'planned':>9s}"
     print(f"{'job':28s} {columns}")
     found: dict[str, list[Measured]] = {}
-    failed = 0
+    failed, begin = 0, time.monotonic()
     for case in CASES:
         if args.only and case.name not in args.only:
             continue
+        if time.monotonic() - begin > args.seconds:
+            failed += 1
+            print(f"{case.name:28s} {case.ranks:5d} not begun: {args.seconds} s are over", flush=True)
+            continue
         try:
-            found[case.name] = ranks = run_case(case, args.size, args.steps, found)
+            found[case.name] = ranks = run_case(case, case.size or args.size, args.steps, found)
         except Exception as error:  # the others may work
             failed += 1
             print(f"{case.name:28s} {case.ranks:5d} FAILED: {' '.join(str(error).split())[-300:]}", flush=True)

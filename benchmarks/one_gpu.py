@@ -37,7 +37,6 @@ from torch.utils.data import IterableDataset
 from transformers import Qwen2Config, Qwen2ForCausalLM, Trainer, TrainerCallback, TrainingArguments, ViTConfig, ViTModel
 from transformers.utils import is_flash_attn_2_available
 
-from mmtrain import trainer as mmtrain_trainer
 from mmtrain.commands.driven_steps import timed_steps
 from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.config import config as config_module
@@ -51,6 +50,7 @@ from mmtrain.observe.reporter import peak_flops
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.simulator.job import make_job
 from mmtrain.spec.builders import model_spec
+from mmtrain.training import trainer as mmtrain_trainer
 
 WARM = 2
 """Steps before those that are timed."""

@@ -38,8 +38,8 @@ from mmtrain.modality.typical import Bins
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.plan import JobMethod, make_plan
 from mmtrain.planner.search_settings import search_seed
+from mmtrain.simulator.cuts import MOST_SEGMENTS
 from mmtrain.simulator.job import make_job
-from mmtrain.simulator.partition_choice import MOST_SEGMENTS
 from mmtrain.simulator.typical_iterations import MOST_MICROBATCHES, TypicalIterations, usual_workload
 from mmtrain.simulator.whole_iteration import IterationSimulator
 from mmtrain.simulator.workloads import draw

@@ -3,7 +3,7 @@
 Trains each debug configuration for some steps with this tree and with the one in the folder BEFORE, and compares losses
 and gradient norms: a refactoring changes no bit of them; where sums round in another order, the largest relative
 difference is printed. Other arguments override all configurations. Data sets are read from the working directory, as
-`make train` and `make train-video` leave them there. Exit status 1 if anything differs.
+`make data shapes` leaves them there. Exit status 1 if anything differs.
 """
 
 import argparse

@@ -51,7 +51,11 @@ Rules between sections:
 - `data.max_seconds` is at most `data.max_total_seconds`.
 - `[model.lora]` needs a module with `trainable = "lora"`.
 - The product of all degrees is the number of processes that the launcher must start.
-- `lr_scheduler.warmup_steps` is at most `training.steps`.
+- One of `training.steps` and `training.epochs` is set. Epochs, also those of `validation.freq` and
+  `checkpoint.interval`, need one `data.source` that is not streamed; `training.epochs` and `validation.patience`
+  exclude `elastic.enable`.
+- `lr_scheduler.warmup_steps` is at most `training.steps`; `warmup_steps` and `warmup_ratio` exclude each other.
+- `checkpoint.keep_best` names a figure that the validations have.
 - At least one of encoder, projector, language model and DiT is trainable.
 - `[diffusion]` and `validation.shuffled_captions` need `[model.dit]`; the latter also two clips a replica.
 - `[model.dit]` goes without `[model.encoder]` and `[model.projector]`; its `text_dim` is the language model's width.
@@ -121,7 +125,7 @@ def _section(hint: Any) -> tuple[type | None, bool]:
 
 
 def _without_none(hint: Any) -> Any:
-    if isinstance(hint, types.UnionType):
+    if isinstance(hint, types.UnionType) and type(None) in typing.get_args(hint):
         (hint,) = (arg for arg in typing.get_args(hint) if arg is not type(None))
     return hint
 
@@ -132,6 +136,8 @@ def _type(hint: Any) -> str:
     if typing.get_origin(hint) is list:
         (inner,) = typing.get_args(hint)
         return f"array of {_type(inner)}s"
+    if isinstance(hint, types.UnionType):
+        return " or ".join(_type(arg) for arg in typing.get_args(hint) if arg is not type(None))
     return {bool: "boolean", int: "integer", float: "float", str: "string"}.get(hint, "table")
 
 

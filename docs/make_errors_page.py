@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
 
+from mmtrain import errors
+
 ROOT = Path(__file__).resolve().parent.parent
 ERRORS = (
     "ConfigError",
@@ -95,6 +97,7 @@ GROUPS = (
         "How the model is cut and divided",
         (
             "planner/partition/partition.py",
+            "simulator/cuts.py",
             "simulator/partition_choice.py",
             "planner/partition/pipeline_layout.py",
             "costs/sub_microbatch.py",
@@ -213,9 +216,29 @@ GROUPS = (
         advises=True,
     ),
     Group(
+        "Nodes of elastic jobs",
+        (
+            "launch/hub.py",
+            "launch/lighthouse.py",
+            "launch/member.py",
+            "launch/membership.py",
+            "parallel/generation.py",
+            "parallel/stores.py",
+        ),
+        "See [a job that survives lost nodes](multi_node.md#a-job-that-survives-lost-nodes). A node that cannot go on "
+        "ends alone, and its launcher starts it again; a lighthouse that does not answer ends the job at the next "
+        "change: start it again, and the job, which goes on from its newest checkpoint. Messages about members and "
+        "logs that are malformed mean that something else than a node of this job writes there.",
+        advises=True,
+    ),
+    Group(
         "Training, checkpoints, run folders",
         (
-            "trainer.py",
+            "training/trainer.py",
+            "training/steps.py",
+            "training/elastic_job.py",
+            "training/rank_state.py",
+            "training/elastic_values.py",
             "checkpoint/checkpoint.py",
             "checkpoint/files.py",
             "checkpoint/run_folder.py",
@@ -241,6 +264,7 @@ NOTES: dict[str, str] = {
     ),
     "the processes of this job differ": "Its end says what to make alike: config, versions, files or devices.",
     "rank {rank} is outside of a mesh": "Only for programs that ask for the place of a rank: ranks count from 0.",
+    "train: --nodes {nodes}: {reason}": "Its end says what to add or change.",
     # recipes
     "{path}{line}: not a Python file": "Correct the line that the message names.",
     "{where} raises {name}": "Correct the recipe's function; file and line are in the message.",
@@ -399,7 +423,7 @@ def messages() -> Iterator[Message]:
             assert isinstance(call.func, ast.Name)
             text = shape(call.args[0]).partition("\n")[0]
             if _FIXED.search(re.sub(r"{[^}]*}", "", text)):  # else it puts a place before another message
-                yield Message(file, call.lineno, call.func.id, text)
+                yield Message(file, call.lineno, _kind(call.func.id), text)
 
 
 def group_of(message: Message) -> Group:
@@ -436,7 +460,13 @@ def says_what_to_do(message: Message) -> bool:
 
 
 def _is_error(node: ast.AST) -> TypeGuard[ast.Call]:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ERRORS and bool(node.args)
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and bool(_kind(node.func.id) and node.args)
+
+
+def _kind(name: str) -> str:
+    """The class of `ERRORS` that a class is, or is one of; empty: none."""
+    bases = getattr(errors, name).__mro__ if isinstance(getattr(errors, name, None), type) else ()
+    return next((base.__name__ for base in bases if base.__name__ in ERRORS), "")
 
 
 def _name(node: ast.expr) -> str:

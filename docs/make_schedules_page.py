@@ -45,11 +45,13 @@ more than the schedule's number of microbatches of mean size (at least the large
 **Memory limits** are kept by `interleave` and `ZB-AutoSchedule`. The others limit the microbatches in flight by their
 own rule; with `planner.activation_memory_gib` they are refused.
 
-**Not supported.** Chimera (arXiv:2107.06925) and DualPipe send microbatches through a module in both directions at
-once, with two copies of each stage's weights on two ranks. Here a stage is on one rank. `DualPipeV` is the same idea
-with one copy. Where nothing hides exchanges (`tensor_parallel_degree = 1`, or costs that do not know them) it runs the
-two parts of a pair one after the other: the bubble is then smaller by `(P-1)I/2` than the published `(P-1)(F&B+B-3W)`
-of a chunk.
+**Simulated only.** Chimera (arXiv:2107.06925), BitPipe (arXiv:2410.19367) and DualPipe send microbatches through a
+module in both directions at once, with two copies of each stage's weights on two ranks. Here a stage is on one rank:
+the orders of two copies are shorter than our searched plans on one, but not a step that also pays for twice the
+parameters, gradients and moments and for the sum of the copies ([figures](benchmarks.md#flexpipes-models)).
+`DualPipeV` is the same idea with one copy. Where nothing hides exchanges (`tensor_parallel_degree = 1`, or costs that
+do not know them) it runs the two parts of a pair one after the other: the bubble is then smaller by `(P-1)I/2` than the
+published `(P-1)(F&B+B-3W)` of a chunk.
 
 **Blocks.** `STP` and `STP-lean` run forwards and backwards as [braided blocks](runtime.md#blocks), so that exchanges of
 tensor parallelism lie under compute; so does `DualPipeV` where costs say that exchanges can be hidden.
@@ -190,7 +192,7 @@ def _pair(wanted: float, measured: float, formula: Formula) -> str:
 def _text(name: str) -> str:
     """The docstring without what it says of arguments and errors, and what the image shows."""
     lines, wanted = [], True
-    for line in (inspect.getdoc(CATALOGUE[name].make) or "").splitlines():
+    for line in (inspect.getdoc(inspect.unwrap(CATALOGUE[name].make)) or "").splitlines():
         wanted = (wanted or line.startswith("Source:")) and not line.startswith(("Args:", "Raises:"))
         lines += [line] * wanted
     where = "an encoder before a language model" if name in ON_TWO_MODULES else "a plain chain"

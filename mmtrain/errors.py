@@ -4,6 +4,9 @@ Each message says where, the value, the rule and what to change. A caller that w
 user's mistake from a bug catches `MMTrainError`; everything else that escapes is a bug.
 """
 
+import difflib
+from collections.abc import Iterable, Sequence
+
 
 class MMTrainError(Exception):
     """A mistake in what the user gave us, or a run that must not go on."""
@@ -11,6 +14,15 @@ class MMTrainError(Exception):
 
 class ConfigError(MMTrainError):
     """A configuration that cannot be run: unknown key, wrong type, values that do not fit together."""
+
+
+class UnknownKeyError(ConfigError):
+    """A key that no section has."""
+
+    def __init__(self, message: str, key: str = "") -> None:
+        """Args: message: what is wrong; what may have been meant. key: may have sections or dashes before it."""
+        super().__init__(message)  # which a process that unpickles it calls again, with the message alone
+        self.key = key
 
 
 class MemoryLimitError(ConfigError):
@@ -46,6 +58,22 @@ class CheckpointError(MMTrainError):
     """A checkpoint that must not be loaded: damaged, not verified where that is required, or a pickle that calls."""
 
 
+class NoHolderError(MMTrainError):
+    """Weights or moments that no rank of the job holds any more: only a checkpoint has them."""
+
+    def __init__(self, message: str, names: Sequence[str] = ()) -> None:
+        """Args: names: of the tensors."""
+        super().__init__(message)
+        self.names = tuple(names)
+
+    @classmethod
+    def of(cls, names: Sequence[str]) -> "NoHolderError":
+        """The error that tells of these tensors."""
+        others = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        listed = ", ".join(names[:3]) + others
+        return cls(f"move: no rank holds all of {listed}: ranks with it were lost; go on from a checkpoint", names)
+
+
 class RankLostError(TrainingError):
     """Another rank does not answer any more: it is stopped, dead or cut off, or failed for a reason of its own."""
 
@@ -73,3 +101,14 @@ def shown(value: object) -> str:
 
 def _shortened(text: str, max_length: int) -> str:
     return text if len(text) <= max_length else f"{text[: max_length // 2]} ... {text[-max_length // 2 :]}"
+
+
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """The known name that a word is most like, whatever the case of either; empty: it is like none.
+
+    Args: cutoff: how like, from 0 to 1.
+    """
+    by_lower: dict[str, str] = {}
+    for name in known:
+        by_lower.setdefault(name.lower(), name)
+    return [by_lower[near] for near in difflib.get_close_matches(word.lower(), by_lower, 1, cutoff)]

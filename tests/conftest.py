@@ -75,6 +75,14 @@ def shapes() -> Path:
     return stored_folder("shapes", lambda folder: make_shapes(folder / "shapes", 150, 7)) / "shapes"
 
 
+@pytest.fixture(scope="session")
+def squares() -> Path:
+    """A small data set of the easy level of moving shapes, to be read."""
+    from tests.guides import stored_squares
+
+    return stored_squares()
+
+
 @pytest.fixture
 def lookups(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The hosts whose address was asked for; none is told, as on a machine without network."""

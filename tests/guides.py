@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mmtrain.commands import cli
+from mmtrain.data.toy.shapes import make_easy_shapes
 from mmtrain.launch.processes import end_with_parent
 from tests.ranks import warm_ranks
 from tests.store import stored_folder
@@ -17,7 +18,13 @@ from tests.store import stored_folder
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 
-SHORT = ("--training.steps=2", "--lr_scheduler.warmup_steps=1", "--validation.enable=false", "--validation.generate=0")
+SHORT = (
+    "--training.steps=2",
+    "--lr_scheduler.warmup_steps=1",
+    "--validation.enable=false",
+    "--validation.generate=0",
+    "--validation.samples=0",
+)
 """What every training of a guide gets in addition."""
 NO_WORKERS = ("--data.num_workers=0",)
 """And what those get that run here: each worker's process would import torch again."""
@@ -110,7 +117,7 @@ def _short(command: Command, more: tuple[str, ...] = ()) -> tuple[str, ...]:
     return command.words + ((*SHORT, *more) if {"train", "train.py"} & set(command.words) else ())
 
 
-MADE_BEFORE = ("debug_qwen2_vl", "debug_t2v")
+MADE_BEFORE = ("debug_qwen2_vl", "debug_t2v", "debug_square")
 """Jobs whose runs pages export and sample from; each is trained once for all of them."""
 
 
@@ -121,6 +128,12 @@ def make_source_tree(folder: Path, charts: Path, shapes: Path) -> None:
     (folder / "data").mkdir()
     (folder / "data" / "charts").symlink_to(charts)
     (folder / "data" / "shapes").symlink_to(shapes)
+    (folder / "data" / "squares").symlink_to(stored_squares())
+
+
+def stored_squares() -> Path:
+    """A small data set of the easy level of moving shapes, to be read."""
+    return stored_folder("squares", lambda folder: make_easy_shapes(folder / "squares", 600, 0)) / "squares"
 
 
 def small_trainings(charts: Path, shapes: Path) -> Path:

@@ -144,7 +144,7 @@ def write_vae_config(folder: Path, data: Path) -> Path:
 
 def train(rank: int, path: Path, overrides: list[str]) -> None:
     """Runs one rank of a job inside of `run_ranks`."""
-    from mmtrain.trainer import Trainer
+    from mmtrain.training.trainer import Trainer
 
     Trainer(config.load(path, overrides)).run()
 
@@ -167,7 +167,7 @@ def finished(data: Path, world: int, overrides: list[str]) -> Path:
 
 def die_at(step: int) -> None:
     """This rank is killed without warning in the middle of a step."""
-    from mmtrain.trainer import Trainer
+    from mmtrain.training.trainer import Trainer
 
     original = Trainer.backward
 
@@ -204,6 +204,7 @@ SAVING = [*layout(pp=2), *SHALLOW, "checkpoint.enable=true", "checkpoint.interva
 def metrics(folder: Path, key: str = "loss") -> dict[int, float]:
     """step -> value, as metrics.jsonl of the run in `folder` has it."""
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if "event" not in line]
     steps = [line["step"] for line in lines if key in line]
     assert len(steps) == len(set(steps)), "a step was written twice"
     return {line["step"]: line[key] for line in lines if key in line}

@@ -19,7 +19,15 @@ from mmtrain.launch.processes import end_with_parent
 _context = multiprocessing.get_context("forkserver")
 _FAMILIES = ("qwen2", "llama", "qwen2_vl", "qwen2_5_vl", "siglip", "vit", "whisper")
 _context.set_forkserver_preload(
-    ["mmtrain.trainer", "tests.reference", "datasets", "torch.utils.tensorboard", "numba", "peft", "scipy.stats"]
+    [
+        "mmtrain.training.trainer",
+        "tests.reference",
+        "datasets",
+        "torch.utils.tensorboard",
+        "numba",
+        "peft",
+        "scipy.stats",
+    ]
     + [
         "diffusers.models.transformers.transformer_wan",
         "diffusers.models.autoencoders",
@@ -170,6 +178,7 @@ def _entry(
     limit = datetime.timedelta(seconds=timeout)
     meeting = dist.FileStore(store, world)
     dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world, timeout=limit)
+    dist.barrier()  # who ends the group at once closes connections that slower ranks still make
     try:
         queue.put((rank, True, _packed(fn(rank, *args))))
         if leave_together:  # who closes its connections while another rank still reads from them resets these

@@ -23,6 +23,7 @@ from mmtrain.spec.shapes import dit_shape
 from mmtrain.spec.spec import ModelSpec
 from mmtrain.spec.vae_shapes import PIXEL_CHANNELS, LatentScale, latent_scale
 from mmtrain.spec.vision_shapes import vision_shape
+from tests.models.towers import make_pairs
 from tests.store import stored
 
 Prepare = Callable[[nn.Module], None]
@@ -134,7 +135,10 @@ NOISE = ClipNoise(DiffusionConfig(caption_dropout=0.3), 7, 1, null_token=0)
 
 
 def make_clips(model: ModelConfig, counts: list[int], seed: int) -> tuple[Batch, IterationMeta]:
-    """A batch of random clips; the first one is blank. Args: counts: [microbatch] -> clips."""
+    """A batch of random clips; the first one is blank, and every second has the sizes of the one before.
+
+    Args: counts: [microbatch] -> clips.
+    """
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     shape, microbatches, metas = dit_shape(model), [], []
     scale = latent_scale(model.vae) if model.vae else LatentScale()
@@ -142,12 +146,14 @@ def make_clips(model: ModelConfig, counts: list[int], seed: int) -> tuple[Batch,
     for index, count in enumerate(counts):
         clips = []
         for number in range(count):
-            patches = rng.randint(1, 3), rng.randint(1, 3), rng.randint(1, 3)
+            if number % 2 == 0:
+                patches = rng.randint(1, 3), rng.randint(1, 3), rng.randint(1, 3)
+                length = rng.randint(1, 9)
             frames, height, width = (n * side for n, side in zip(patches, shape.patch, strict=True))
             clips.append(
                 ClipMeta(
                     sample=1000 * seed + 100 * index + number, frames=frames, height=height, width=width,
-                    num_tokens=math.prod(patches), num_text_tokens=rng.randint(1, 9),
+                    num_tokens=math.prod(patches), num_text_tokens=length,
                     blank=index == number == 0,
                 )
             )  # fmt: skip
@@ -166,12 +172,15 @@ def make_clips(model: ModelConfig, counts: list[int], seed: int) -> tuple[Batch,
 def make_batch(model: ModelConfig, images: list[list[int | str]], seed: int) -> tuple[Batch, IterationMeta]:
     """A batch of random documents. Args: images: [microbatch] -> images in each of its documents: a number, or a letter
     for each, i for an image and v for a video of up to four patches in time; a or m for one of the encoder `audio` or
-    `maps`; with < before them, they are encoded with the microbatch before.
+    `maps`; with < before them, they are encoded with the microbatch before; with ~ before them, the document has no
+    label.
 
-    For a text-to-video model, clips: as many as documents.
+    For a text-to-video model, clips, for two towers pairs: as many as documents.
     """
     if model.dit is not None:
         return make_clips(model, [len(counts) for counts in images], seed)
+    if model.reads_pairs:
+        return make_pairs(model, [len(counts) for counts in images], seed)
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     packed = model.encoder is not None and vision_shape(model).packed
     captioned = model.encoder is not None and encoder_config(model.encoder)["model_type"] == "qwen3_vl_vision"
@@ -182,8 +191,8 @@ def make_batch(model: ModelConfig, images: list[list[int | str]], seed: int) -> 
         for count in counts:
             sample += 1
             metas_of_images = []
-            deferred = str(count).startswith("<")
-            count = count[1:] if deferred else count
+            deferred, labelled = str(count).startswith("<"), not str(count).startswith("~")
+            count = count.lstrip("<~") if isinstance(count, str) else count
             length = rng.randint(5, 12)
             where = length - 3  # images stand before the last three tokens
             for index, kind in enumerate("i" * count if isinstance(count, int) else count):
@@ -202,16 +211,17 @@ def make_batch(model: ModelConfig, images: list[list[int | str]], seed: int) -> 
                 )
             ids.append(torch.randint(0, VOCAB, (length,), generator=generator))
             label = torch.full((length,), IGNORE_INDEX)
-            label[-3:-1] = torch.randint(0, VOCAB, (2,), generator=generator)
+            if labelled:
+                label[-3:-1] = torch.randint(0, VOCAB, (2,), generator=generator)
             labels.append(label)
             documents.append(
                 DocumentMeta(
                     sample=sample,
                     num_tokens=length,
-                    num_targets=2,
+                    num_targets=2 * labelled,
                     images=tuple(metas_of_images),
-                    answers=(2,),
-                    prefix=length - 2,
+                    answers=(2,) * labelled,
+                    prefix=(length - 2) * labelled,
                     deferred=deferred,
                 )
             )

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 
-from mmtrain.checkpoint.files import RecordingWriter, write_manifest
+from mmtrain.checkpoint.files import RecordingWriter, StoredCheckpoint, write_manifest
+from mmtrain.checkpoint.state import average_name
 from mmtrain.config import config
 from mmtrain.config.config import Config
 from mmtrain.config.data import DataConfig
@@ -78,3 +80,24 @@ def save_checkpoint(
         dcp.save(tensors, storage_writer=writer, no_dist=True)
     (folder / "train_state.json").write_text(json.dumps(dict(state)))
     write_manifest(folder, writer.files)
+
+
+def stored(run: Path, step: int) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, whole."""
+    source = StoredCheckpoint.open(run / "checkpoint" / f"step-{step}", "required")
+    found = {
+        name: torch.empty(value.size)
+        for name, value in source.metadata.state_dict_metadata.items()
+        if hasattr(value, "size")
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is")  # there is only one process
+        source.load(found, no_dist=True)
+    return found
+
+
+def averages(run: Path, step: int) -> dict[str, Tensor]:
+    """Parameter -> its average, of those that a checkpoint has."""
+    table = stored(run, step)
+    names = [name.removeprefix("model.") for name in table if name.startswith("model.")]
+    return {name: table[average_name(name)] for name in names if average_name(name) in table}

@@ -27,7 +27,7 @@ _PROCESSORS: dict[str, dict[str, Any]] = {
 
 
 def save_stranger(folder: Path, kind: str = "qwen2_vl") -> Path:
-    """The folder, with a model that answers. Args: kind: of `KINDS`."""
+    """The folder, with a model that answers. Args: kind: of `KINDS`, or another Qwen-VL."""
     if kind == "qwen2_audio":
         sounds.save_whole(folder)
         return folder
@@ -43,10 +43,11 @@ def save_stranger(folder: Path, kind: str = "qwen2_vl") -> Path:
         LlavaForConditionalGeneration(config).save_pretrained(folder)
     else:
         text = TEXT | {"vocab_size": 512, "max_position_embeddings": 512, "num_hidden_layers": 2}
-        model = whole_model(kind, text, VISION[kind] | {"patch_size": 14, "depth": 2}, tied=True)
+        windows = {"window_size": 56} if "window_size" in VISION[kind] else {}
+        model = whole_model(kind, text, VISION[kind] | {"patch_size": 14, "depth": 2} | windows, tied=True)
         model.config.image_token_id, model.config.video_token_id = image, 511
         model.save_pretrained(folder)
-    (folder / IMAGES).write_text(json.dumps(_PROCESSORS[kind]))
+    (folder / IMAGES).write_text(json.dumps(_PROCESSORS.get(kind, _PROCESSORS["qwen2_vl"])))
     tokenizer.save_pretrained(folder)
     return folder
 

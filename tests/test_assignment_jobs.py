@@ -111,7 +111,7 @@ def test_metrics_show_what_was_assigned(tmp_path, charts):
 def drawn(rank, path, overrides, steps):
     """The batches of a job of one rank, and their metadata."""
     from mmtrain.commands.driven_steps import gradients
-    from mmtrain.trainer import Trainer
+    from mmtrain.training.trainer import Trainer
 
     items = gradients(Trainer(config.load(path, overrides)), torch.device("cpu"), steps)
     return [(item.batch, item.meta) for item, _ in items]

@@ -166,9 +166,10 @@ def test_the_page_is_drawn_without_a_complaint(shown: Browser, run: Path) -> Non
         "Model FLOPs utilisation": 3, "Compute by module": 2,
         "Bubble by what was waited for": 3, "Makespan": 3, "Planner": 2, "Steps with their first plan": 3,
         "Memory of the most loaded rank": 2, "Tokens by modality": 2, "Gradient norm": 1,
+        "Learning rate": 1, "Samples": 1,
     }  # fmt: skip
     assert shown.run("return document.querySelectorAll('.tile').length") >= 14
-    assert shown.run("return document.querySelectorAll('.chart .start').length") == 14  # resumed after step 3
+    assert shown.run("return document.querySelectorAll('.chart .start').length") == 16  # resumed after step 3
     data = json.loads((run / "timelines" / "step-6.json").read_text())
     drawn = {COLOURS[data["stages"][stage][0]][kind] for stage, kind, *_ in data["actions"]}
     assert len(drawn) >= 4 and drawn <= set(shown.run(PIXELS))

@@ -52,6 +52,13 @@ def test_the_page_of_keys_is_up_to_date():
     assert (DOCS / "config.md").read_text() == made, "run python docs/make_config_page.py > docs/config.md"
 
 
+def test_the_page_of_other_trainers_keys_is_up_to_date():
+    made = script("make_coming_from_page").page()
+    assert (DOCS / "coming_from.md").read_text() == made, (
+        "run python docs/make_coming_from_page.py > docs/coming_from.md"
+    )
+
+
 def test_the_page_of_errors_is_up_to_date():
     made = script("make_errors_page").page()
     assert (DOCS / "errors.md").read_text() == made, "run python docs/make_errors_page.py > docs/errors.md"

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaModel, Qwen2Config
 
+from mmtrain.commands.adapter_folders import ExportForm
 from mmtrain.commands.export import export
 from mmtrain.config.data import DiffusionConfig
 from mmtrain.config.model import LanguageConfig, ModelConfig
@@ -133,7 +134,7 @@ def test_adapters_of_the_text_encoder_beside_the_weights_and_merged_into_them(tm
     base = text_encoder(tmp_path / "out/language")(ids[None]).last_hidden_state[0].detach()
     assert (base - ours).abs().max() > 100 * TOLERANCE * ours.abs().max(), "the adapters matter"
     assert "language_adapter/" in (tmp_path / "out/README.md").read_text()
-    made = export(tmp_path / "run", tmp_path / "merged", merge_adapters=True)
+    made = export(tmp_path / "run", tmp_path / "merged", form=ExportForm(merge_adapters=True))
     assert made.folders == ("dit", "language", "scheduler")
     close(ours, text_encoder(tmp_path / "merged/language")(ids[None]).last_hidden_state[0].detach())
 

@@ -31,6 +31,7 @@ from tests.guides import (
     small_trainings,
     steps,
 )
+from tests.lighthouse import need_torchft
 
 GUIDES = ("quickstart.md", "swapping_models.md", "bringing_data.md", "choosing_parallelism.md", "recipes.md")
 NOT_RUN = ("make", "pip", "tensorboard")
@@ -207,8 +208,32 @@ def test_the_files_for_clusters_are_well_formed(tmp_path: Path) -> None:
     command = job["spec"]["template"]["spec"]["containers"][0]["command"]
     assert f"--nnodes={job['spec']['completions']}" in command
     assert f"--rdzv-endpoint={job['metadata']['name']}-0.{service['metadata']['name']}:29500" in command
-    (tmp_path / "job.sbatch").write_text(files["job.sbatch"])
-    assert subprocess.run(["bash", "-n", str(tmp_path / "job.sbatch")], capture_output=True).stderr == b""
+    for name in ("job.sbatch", "elastic.sbatch"):
+        (tmp_path / name).write_text(files[name])
+        assert subprocess.run(["bash", "-n", str(tmp_path / name)], capture_output=True).stderr == b""
+
+
+def test_the_parts_of_an_elastic_job_in_a_cluster_find_each_other() -> None:
+    import yaml
+    from torch.distributed.run import get_args_parser
+
+    text = next(step.text for step in steps("multi_node.md") if isinstance(step, File) and step.name == "elastic.yaml")
+    lighthouse, service, policy, job = yaml.safe_load_all(text)
+    labels = lighthouse["spec"]["template"]["metadata"]["labels"]
+    assert lighthouse["spec"]["selector"]["matchLabels"] == service["spec"]["selector"] == labels
+    (only,) = policy["spec"]["ingress"]
+    reached = policy["spec"]["podSelector"]["matchLabels"]
+    assert only["from"] == [{"podSelector": {"matchLabels": reached}}]
+    template = job["spec"]["template"]
+    assert template["metadata"]["labels"] == reached and reached.items() <= labels.items()
+    assert job["spec"]["completionMode"] == "Indexed" and template["spec"]["restartPolicy"] == "Never"
+    args = get_args_parser().parse_args(template["spec"]["containers"][0]["command"][1:])
+    assert args.nnodes == "1" and args.training_script == "train.py"
+    words = [word for word in args.training_script_args if word.startswith("--elastic")]
+    (port,) = service["spec"]["ports"]
+    assert words == [f"--elastic.lighthouse=http://{service['metadata']['name']}:{port['port']}"]
+    on = ["--parallelism.pipeline_parallel_degree=1", "--elastic.enable=true", *words]
+    assert config.load("debug_vlm.toml", on).elastic.lighthouse == "http://lighthouse:29510"
 
 
 def test_torchrun_knows_the_options_of_the_guide() -> None:
@@ -218,3 +243,13 @@ def test_torchrun_knows_the_options_of_the_guide() -> None:
         if isinstance(step, Command) and step.words[0] == "torchrun":
             args = get_args_parser().parse_args([word for word in step.words[1:] if word != "&"])
             assert args.training_script == "train.py"
+
+
+def test_the_lighthouse_knows_the_options_of_the_guide() -> None:
+    need_torchft()
+    server = Path(sys.executable).parent / "torchft_lighthouse"
+    text = subprocess.run([server, "--help"], capture_output=True, text=True).stdout
+    known = set(re.findall(r"--\w+", text))
+    commands = [step.words for step in steps("multi_node.md") if isinstance(step, Command)]
+    used = {word for words in commands if words[0] == "torchft_lighthouse" for word in words if word[:2] == "--"}
+    assert used <= known and "--heartbeat_timeout_ms" in used

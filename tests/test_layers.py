@@ -28,7 +28,7 @@ LAYERS = [
     "parallel",
     "observe",
     "checkpoint",
-    "trainer",
+    "training",
     "commands",
 ]
 """Whole packages and files of the top level; `families.NAME.adapter` belongs to models. A unit imports only units above
@@ -137,7 +137,7 @@ def test_private_names_of_torch_live_in_one_file():
 
 
 MODULE_NAMES = {*MODULES, *MODULES.values()}
-GENERIC = ("planner", "parallel", "trainer.py")
+GENERIC = ("planner", "parallel", "training")
 
 
 def named(tree: ast.AST) -> set[str]:

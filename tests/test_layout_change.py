@@ -49,12 +49,12 @@ def changing(rank: int, path: Path, overrides: list[str], changes: Changes) -> l
     Returns: threads and process groups of this rank, whenever it is back.
     """
     from mmtrain.parallel.torch_private import process_groups
-    from mmtrain.trainer import Trainer
+    from mmtrain.training.trainer import Trainer
 
     change, counts = Trainer.change_layout, []
 
     def table(trainer: Trainer) -> dict[str, Any]:
-        return {name: whole(value) for name, value in trainer._named().table().items()}
+        return {name: whole(value) for name, value in trainer.named().table().items()}
 
     def repeated(self: Trainer, parallelism: ParallelismConfig) -> None:
         before, first = table(self), self.config.parallelism

@@ -24,7 +24,7 @@ ON = ["planner.enable=true", "planner.budget_evaluations=50", "planner.threads=1
 
 def train(rank, path, overrides):
     """Runs one rank of a job; what it logged, as rank 0 would."""
-    import mmtrain.trainer as trainer
+    import mmtrain.training.trainer as trainer
 
     logged = []
     for level in ("info", "warning"):
@@ -74,7 +74,7 @@ def test_a_limit_changes_no_loss_while_all_fits(tmp_path, charts, planner):
 
 def with_ballast(rank, path, overrides, step, num_bytes):
     """On pp_rank 1, something that no plan knows of takes memory during one step. (limits by step, state, log)"""
-    from mmtrain.trainer import Trainer
+    from mmtrain.training.trainer import Trainer
 
     run_step, limits = Trainer.train_step, {}
 
@@ -124,7 +124,7 @@ def test_an_overshoot_raises_the_margin_of_that_rank_and_a_resumed_run_goes_on_w
 
 def with_ballast_always(rank, path, overrides, num_bytes):
     """Every step takes more than planned on pp_rank 1. ([step] -> limit of its activations, log)"""
-    from mmtrain.trainer import Trainer
+    from mmtrain.training.trainer import Trainer
 
     run_step, limits = Trainer.train_step, []
 

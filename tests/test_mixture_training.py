@@ -42,19 +42,20 @@ def of_sources(folder: Path, key: str) -> dict[str, dict[int, float]]:
 
 
 @pytest.mark.parametrize(
-    "degrees",
+    ("degrees", "vocabulary"),
     [
-        layout(cp=2),
-        pytest.param(layout(pp=2, tp=2), marks=pytest.mark.nightly),
-        pytest.param(layout(shard=2, replicate=2), marks=pytest.mark.nightly),
+        (layout(cp=2), "tensor"),
+        pytest.param(layout(pp=2, tp=2), "tensor", marks=pytest.mark.nightly),
+        pytest.param(layout(shard=2, replicate=2), "tensor", marks=pytest.mark.nightly),
+        pytest.param(layout(pp=2, cp=2), "pipeline", marks=pytest.mark.nightly),
     ],
 )
 def test_counts_and_losses_by_source_are_those_of_one_process(
-    tmp_path: Path, overrides: list[str], degrees: list[str]
+    tmp_path: Path, overrides: list[str], degrees: list[str], vocabulary: str
 ) -> None:
     overrides = [*overrides, "validation.enable=true", "validation.steps=2", "validation.freq=2"]
     run(tmp_path / "one", layout(), overrides)
-    path = run(tmp_path / "several", degrees, overrides)
+    path = run(tmp_path / "several", degrees, [*overrides, f"parallelism.vocabulary_parallel={vocabulary}"])
     with Loader(config.load(path, overrides), num_steps=2) as loader:
         metas = [meta for _, meta, _ in loader]
     for step, meta in enumerate(metas, 1):

@@ -33,12 +33,12 @@ def digest(value: Any) -> str:
 
 def tensors(trainer: Any) -> dict[str, str]:
     """Name -> digest of all that a checkpoint has of this rank's layers."""
-    table = trainer._named().table()
+    table = trainer.named().table()
     return {name: digest(whole(value)) for name, value in table.items() if not name.startswith("rng")}
 
 
 def trained(rank: int, path: Path, overrides: list[str]) -> dict[str, str]:
-    from mmtrain.trainer import Trainer
+    from mmtrain.training.trainer import Trainer
 
     trainer = Trainer(config.load(path, overrides))
     found: dict[str, str] = {}
@@ -71,7 +71,7 @@ def test_all_holders_of_a_layer_stay_equal_and_learn_what_one_process_learns(tmp
 
 def loaded(rank: int, path: Path, overrides: list[str]) -> dict[str, str]:
     """The tensors of the newest checkpoint, as this rank has them."""
-    from mmtrain.trainer import Trainer
+    from mmtrain.training.trainer import Trainer
 
     trainer = Trainer(config.load(path, overrides))
     trainer.set_up(torch.device("cpu"), resumes=True)

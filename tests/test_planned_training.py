@@ -25,7 +25,7 @@ SEED = 3
 
 def train(rank, path, overrides, find=None):
     """Runs one rank of a job with another search; what it warned of."""
-    import mmtrain.trainer as trainer
+    import mmtrain.training.trainer as trainer
     from mmtrain.parallel import planning
 
     warned = []
@@ -134,7 +134,7 @@ def test_sigterm_saves_the_step_that_was_trained_and_not_the_one_that_is_planned
 def failing_data(rank, path, overrides):
     """The loader's third batch cannot be read: what is raised, and after how many steps."""
     from mmtrain.data.loader import Loader
-    from mmtrain.trainer import Trainer
+    from mmtrain.training.trainer import Trainer
 
     class Short(Loader):
         count = 0
@@ -161,7 +161,7 @@ def test_broken_data_end_the_job_at_their_own_step(tmp_path, charts):
 
 def failing_alone(rank, path, overrides):
     """Rank 1 has a bug in step 3; seconds until each rank has left."""
-    from mmtrain.trainer import Trainer
+    from mmtrain.training.trainer import Trainer
 
     original = Trainer.backward
 
@@ -184,7 +184,7 @@ def test_a_rank_that_fails_alone_leaves_while_a_search_runs(tmp_path, charts):
 
 def with_little_memory(rank, path, overrides):
     """Nothing fits on replica 1."""
-    from mmtrain.trainer import Trainer
+    from mmtrain.training.trainer import Trainer
 
     trainer = Trainer(config.load(path, overrides))
     if rank == 1:
@@ -207,7 +207,7 @@ def planned_gradients(rank, path, overrides):
     import torch
 
     from mmtrain.commands.driven_steps import gradients
-    from mmtrain.trainer import Trainer
+    from mmtrain.training.trainer import Trainer
 
     steps = gradients(Trainer(config.load(path, overrides)), torch.device("cpu"), 2)
     return [(result.loss, result.grad_norm) for _, result in steps]

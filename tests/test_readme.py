@@ -66,6 +66,6 @@ def follow(command, checkout, run):
 
 def test_make_targets_that_the_readme_names_exist():
     targets = {line.split()[1] for line in LINES if line.startswith("make ")}
-    assert targets == {"train", "train-sound", "train-video", "test", "nightly", "mutants", "check"}
+    assert targets == {"train", "train-sound", "train-video", "train-clip", "test", "nightly", "mutants", "check"}
     makefile = (ROOT / "Makefile").read_text()
     assert all(f"\n{target}:" in makefile for target in targets)

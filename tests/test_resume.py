@@ -182,10 +182,10 @@ def refusals(rank, path, jobs):
 
 
 def warnings_of(rank, path, overrides):
-    import mmtrain.trainer
+    import mmtrain.training.trainer
 
     found = []
-    mmtrain.trainer.logger.warning = lambda text, *args: found.append(text % args)
+    mmtrain.training.trainer.logger.warning = lambda text, *args: found.append(text % args)
     train(rank, path, overrides)
     return found
 
@@ -212,7 +212,7 @@ def test_hyperparameters_come_from_the_config_not_from_the_checkpoint(job):
 
 
 def resumed_weight_decay(rank, path, overrides):
-    from mmtrain.trainer import Trainer
+    from mmtrain.training.trainer import Trainer
 
     trainer = Trainer(config.load(path, overrides))
     trainer.run()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from mmtrain.config import config
-from mmtrain.trainer import Trainer
+from mmtrain.training.trainer import Trainer
 from tests.jobs import layout, train, write_config
 from tests.ranks import run_ranks
 

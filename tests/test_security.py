@@ -163,7 +163,7 @@ def test_an_error_about_a_name_cannot_steer_the_terminal(tmp_path: Path, capsys:
 
 
 CALLS = {
-    r"\.from_pretrained\(": "data/tokenizer.py",
+    r"\.from_pretrained\(": "data/processor_check.py data/tokenizer.py",
     r"\bsafe_open\(|\bload_file\(": "models/pretrained.py",
     r"\bload_dataset(_builder)?\(": "data/sources.py",
     r"\btorch\.load\(": "checkpoint/files.py commands/parity.py",

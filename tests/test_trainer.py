@@ -12,6 +12,7 @@ from mmtrain.checkpoint.checkpoint import complete_steps
 from mmtrain.errors import DataError, MMTrainError, TrainingError
 from tests.jobs import SAVING, SHALLOW, failing, finished, layout, metrics, train, world_size, write_config
 from tests.ranks import run_ranks
+from tests.stored_runs import averages
 
 pytestmark = pytest.mark.ranks
 
@@ -60,7 +61,7 @@ def test_six_steps_have_one_loss_curve(tmp_path, charts):
 def copies_after(rank, path, overrides):
     """This rank's copy of the tied embedding at the end of a job."""
     from mmtrain.config import config
-    from mmtrain.trainer import Trainer
+    from mmtrain.training.trainer import Trainer
 
     job = Trainer(config.load(path, overrides))
     job.run()
@@ -83,7 +84,7 @@ def test_twenty_steps_have_one_loss_curve_on_every_layout(tmp_path, charts):
 
 
 def terminated(rank, path, overrides):
-    from mmtrain.trainer import Trainer
+    from mmtrain.training.trainer import Trainer
 
     original = Trainer.backward
 
@@ -107,7 +108,7 @@ def test_sigterm_saves_and_leaves(tmp_path, charts):
 
 def poisoned(rank, path, overrides, error):
     """A weight on rank 1 becomes NaN before step 3."""
-    from mmtrain.trainer import Trainer
+    from mmtrain.training.trainer import Trainer
 
     original = Trainer.backward
 
@@ -142,7 +143,10 @@ def test_a_loss_that_is_not_finite_stops_the_run(job):
 
 
 def test_a_step_that_is_not_finite_can_be_skipped(job):
-    run_ranks(poisoned, 2, job, [*layout(pp=2), *SHALLOW, "training.on_nonfinite=skip"], None)
+    saving = ["checkpoint.enable=true", "checkpoint.interval=1", "optimizer.ema_decay=0.9"]
+    run_ranks(poisoned, 2, job, [*layout(pp=2), *SHALLOW, *saving, "training.on_nonfinite=skip"], None)
+    two, three = (averages(job.parent / "run", step) for step in (2, 3))
+    assert len(two) > 30 and all(torch.equal(two[name], three[name]) for name in two)
     losses = metrics(job.parent)
     assert sorted(losses) == [1, 2, 3, 4, 5, 6]
     assert [s for s in losses if losses[s] is None] == [3]
@@ -150,7 +154,7 @@ def test_a_step_that_is_not_finite_can_be_skipped(job):
 
 def with_changed_image(rank, path, overrides, change):
     """One image of the batch is lost, doubled or swapped behind the loader's back."""
-    from mmtrain.trainer import Trainer
+    from mmtrain.training.trainer import Trainer
 
     original = Trainer.backward
 

@@ -80,7 +80,7 @@ def test_a_killed_job_continues_exactly_with_a_frozen_text_encoder(tmp_path, sha
 
 def failing(rank, path, overrides):
     from mmtrain.config import config
-    from mmtrain.trainer import Trainer
+    from mmtrain.training.trainer import Trainer
 
     with pytest.raises(ConfigError) as caught:
         Trainer(config.load(path, overrides))

@@ -13,7 +13,7 @@ from mmtrain.config.data import TokenizerConfig
 from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.models.reference import ReferenceModel
 from mmtrain.spec.builders import model_spec
-from mmtrain.trainer import Trainer
+from mmtrain.training.trainer import Trainer
 from tests.jobs import layout, metrics, train, write_config
 from tests.ranks import run_ranks
 from tests.whole_models import FAMILIES, VISION, config_classes, in_our_names, tiny_text, truth, whole_model

@@ -10,7 +10,7 @@ import pytest
 
 from tests.launched import Job
 
-_HOSTS = Path("/etc/netns")
+HOSTS = Path("/etc/netns")
 """`ip netns exec` shows its files NAME/hosts as /etc/hosts."""
 
 
@@ -33,7 +33,7 @@ class TwoNodes:
 
     def cut(self) -> None:
         """Takes the cable out: what is sent is lost, and nobody is told."""
-        _ip("-n", self.names[1], "link", "set", self._devices[1], "down")
+        ip("-n", self.names[1], "link", "set", self._devices[1], "down")
 
 
 @contextmanager
@@ -42,9 +42,9 @@ def two_nodes() -> Iterator[TwoNodes]:
     nodes = TwoNodes(os.getpid() % 1_000_000)
     try:
         for name in nodes.names:
-            _ip("netns", "add", name)
-            (_HOSTS / name).mkdir(parents=True)
-            (_HOSTS / name / "hosts").write_text("127.0.0.1 localhost\n10.77.0.1 node0\n10.77.0.2 node1\n")
+            ip("netns", "add", name)
+            (HOSTS / name).mkdir(parents=True)
+            (HOSTS / name / "hosts").write_text("127.0.0.1 localhost\n10.77.0.1 node0\n10.77.0.2 node1\n")
         _plug(nodes)
     except (OSError, subprocess.CalledProcessError) as error:
         _remove(nodes)
@@ -58,20 +58,20 @@ def two_nodes() -> Iterator[TwoNodes]:
 
 def _plug(nodes: TwoNodes) -> None:
     (one, other), (device, peer) = nodes.names, nodes._devices
-    _ip("link", "add", device, "netns", one, "type", "veth", "peer", "name", peer, "netns", other)
+    ip("link", "add", device, "netns", one, "type", "veth", "peer", "name", peer, "netns", other)
     for index, (name, end) in enumerate(zip(nodes.names, nodes._devices, strict=True)):
-        _ip("-n", name, "addr", "add", f"10.77.0.{index + 1}/24", "dev", end)
+        ip("-n", name, "addr", "add", f"10.77.0.{index + 1}/24", "dev", end)
         for link in ("lo", end):
-            _ip("-n", name, "link", "set", link, "up")
+            ip("-n", name, "link", "set", link, "up")
 
 
 def _remove(nodes: TwoNodes) -> None:
     for name in nodes.names:
         subprocess.run(["ip", "netns", "delete", name], capture_output=True)
-        (_HOSTS / name / "hosts").unlink(missing_ok=True)
-        if (_HOSTS / name).is_dir():
-            (_HOSTS / name).rmdir()
+        (HOSTS / name / "hosts").unlink(missing_ok=True)
+        if (HOSTS / name).is_dir():
+            (HOSTS / name).rmdir()
 
 
-def _ip(*words: str) -> None:
+def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True)

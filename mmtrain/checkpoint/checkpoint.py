@@ -35,7 +35,7 @@ from mmtrain.checkpoint.files import (
     step_of,
     write_manifest,
 )
-from mmtrain.checkpoint.state import NamedTensors, TrainState, random_state_name
+from mmtrain.checkpoint.state import NamedTensors, TrainState, is_average, random_state_name
 from mmtrain.config.sections import CheckpointConfig
 from mmtrain.errors import CheckpointError, ConfigError, MMTrainError
 from mmtrain.parallel.collectives import on_rank_zero
@@ -48,39 +48,50 @@ _Value = TypeVar("_Value")
 class Checkpointer:
     """Saves and loads this rank's part of a checkpoint, of whatever layout; every method is collective over the job."""
 
-    def __init__(self, section: CheckpointConfig, folder: Path) -> None:
+    def __init__(
+        self, section: CheckpointConfig, folder: Path, *, went_back_to: int = -1, generation: int | None = None
+    ) -> None:
+        """Args:
+        went_back_to: `checkpoint.load_step` to which the job went back before; -1: it did not.
+        generation: of an elastic job: a rank that others left behind may still write what they write anew.
+        """
         self._section = section
+        self._suffix = ".tmp" if generation is None else f".{generation}.tmp"
         self.folder = folder
         """Holds the folder of each checkpoint."""
         self._group = dist.new_group(backend="gloo") if section.async_mode == "async" else None
         self._running: tuple[Future[Any], RecordingWriter, TrainState] | None = None
-        self._went_back_to = -1
+        self.went_back_to = went_back_to
         _on_rank_zero(self._remove_leftovers)
 
     def _remove_leftovers(self) -> None:
         for stale in self.folder.glob("step-*.tmp"):  # of a save that was killed
-            if step_of(stale.stem) is not None:
+            if step_of(stale.name.partition(".")[0]) is not None:
                 _remove(stale, stale)
 
     # --------------------------------------------------------------------------------------- saving
 
     def save(self, state: TrainState, named: NamedTensors) -> None:
-        """Writes a checkpoint of the state after `state.step` steps; in the background if asked for.
+        """Writes a checkpoint of the state after `state.step` steps, unless it is there; in the background if asked.
 
         Raises: MMTrainError: a write fails, which `poll` and `finish` may notice later; the incomplete checkpoint is
             removed.
         """
         self.finish()
         aside = self._aside(state)
-        table = state.to_dict() | {"went_back_to": self._went_back_to}
+        table = state.to_dict() | {"went_back_to": self.went_back_to}
 
-        def begin() -> None:
+        def begin() -> bool:
+            if state.step in complete_steps(self.folder):  # its writers were lost, or left behind, since
+                return False
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True, exist_ok=True)  # what could not be removed is not in the manifest
             (aside / STATE).write_text(json.dumps(table, indent=1) + "\n")
+            return True
 
         with self._saving(state):
-            on_rank_zero(begin)
+            if not on_rank_zero(begin):
+                return
             tensors, writer = named.table(), RecordingWriter(aside)
             if self._section.async_mode == "async":
                 future = dcp.async_save(tensors, storage_writer=writer, process_group=self._group)
@@ -106,6 +117,10 @@ class Checkpointer:
                 future.result()
                 self._publish(state, writer)
 
+    def abandon(self) -> None:
+        """Gives up a background save, whose other ranks may be gone. Not collective."""
+        self._running = None
+
     @contextmanager
     def _saving(self, state: TrainState) -> Iterator[None]:
         """Raises on every rank the error of any rank, and removes the incomplete checkpoint."""
@@ -125,20 +140,25 @@ class Checkpointer:
         aside = self._aside(state)
 
         def publish() -> None:
+            if state.step in complete_steps(self.folder):  # as in `save`
+                return _remove(aside, aside)
             write_manifest(aside, {name: file for part in parts for name, file in part.items()})
             _flush(aside)
-            os.replace(aside, aside.with_name(f"step-{state.step}"))
+            os.replace(aside, self.folder / f"step-{state.step}")
             _flush_folder(self.folder)
-            self._purge()
+            self._purge(state)
 
         on_rank_zero(publish)
 
     def _aside(self, state: TrainState) -> Path:
-        return self.folder / f"step-{state.step}.tmp"
+        return self.folder / f"step-{state.step}{self._suffix}"
 
-    def _purge(self) -> None:
+    def _purge(self, state: TrainState) -> None:
         keep = self._section.keep_latest_k
+        best = state.validated.best_step if self._section.keep_best else 0
         for step in complete_steps(self.folder)[:-keep] if keep else []:
+            if step == best:
+                continue
             doomed = self.folder / f"step-{step}"
             _remove(doomed, doomed.with_name(doomed.name + ".tmp"))
 
@@ -195,7 +215,7 @@ class Checkpointer:
             except CheckpointError as error:
                 damaged[step] = error
                 continue
-            self._went_back_to = wanted if wanted >= 0 else went_back_to
+            self.went_back_to = wanted if wanted >= 0 else went_back_to
             _on_rank_zero(partial(self._set_aside_later, step, damaged))
             return state
         return None
@@ -210,11 +230,16 @@ class Checkpointer:
         known = stored.metadata.state_dict_metadata
         if random_state_name() not in known:  # saved by another number of ranks
             del tensors[random_state_name()]
+        begins = named.averages and not any(map(is_average, known))
+        if begins:  # saved without averages
+            tensors = {key: value for key, value in tensors.items() if not is_average(key)}
         self._check_fits(stored.folder, tensors, known)
         stored.load(tensors)
         with _together(), stored.reading():
             state = TrainState.read(stored)
             named.restore(tensors)
+        if begins:
+            logger.info("%s has no averages of weights: they begin at its weights", stored.folder)
         if stored.warning and dist.get_rank() == 0:
             logger.warning("%s", stored.warning)
         return state

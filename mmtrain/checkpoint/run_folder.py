@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from mmtrain.checkpoint.files import StoredCheckpoint, complete_steps
+from mmtrain.checkpoint.state import TrainState, average_name, is_average
 from mmtrain.config import config
 from mmtrain.config.config import Config
 from mmtrain.config.model import projector_name
@@ -25,6 +27,10 @@ from mmtrain.spec.builders import model_spec
 logger = logging.getLogger("mmtrain")
 
 
+Weights = Literal["ema", "trained"]
+"""Averages of the weights (`optimizer.ema_decay`), or the weights of the last step."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRun:
     """A run and one of its checkpoints."""
@@ -34,14 +40,23 @@ class StoredRun:
     step: int
     """Step of the checkpoint."""
     checkpoint: StoredCheckpoint
+    weights: Weights
+    """Of the modules that train; others have only one kind."""
 
 
-def open_run(folder: Path, step: int | None = None) -> StoredRun:
+Step = int | Literal["best"]
+"""A checkpoint of a run: its step, or that of the best validation (checkpoint.keep_best)."""
+
+
+def open_run(folder: Path, step: Step | None = None, *, weights: Weights | None = "trained") -> StoredRun:
     """A run with its newest complete checkpoint, or that of a step.
 
-    Args: folder: the dump folder of the job, with config.toml and checkpoints.
+    Args:
+        folder: the dump folder of the job, with config.toml and checkpoints.
+        step: None: the newest.
+        weights: to load; None: averages, if there are any.
     Raises:
-        ConfigError: it is no dump folder, or has no such checkpoint.
+        ConfigError: it is no dump folder, or has no such checkpoint, or that has no averages.
         CheckpointError: the checkpoint is damaged, or refused; no other one is tried.
     """
     if not (folder / "config.toml").is_file():
@@ -51,6 +66,8 @@ def open_run(folder: Path, step: int | None = None) -> StoredRun:
     steps = complete_steps(checkpoints)
     if not steps:
         raise ConfigError(f"{checkpoints} has no complete checkpoint; train with checkpoint.enable = true")
+    if step == "best":
+        step = _best_step(checkpoints / f"step-{steps[-1]}", job)
     if step is not None and step not in steps:
         raise ConfigError(
             f"--step {step}: {checkpoints} has {', '.join(f'step-{s}' for s in steps)}; name one of these"
@@ -60,7 +77,25 @@ def open_run(folder: Path, step: int | None = None) -> StoredRun:
         stored = StoredCheckpoint.open(checkpoints / f"step-{step}", job.checkpoint.verify)
     if stored.warning:
         logger.warning("%s", stored.warning)
-    return StoredRun(folder=folder, job=job, step=step, checkpoint=stored)
+    averages = any(map(is_average, stored.metadata.state_dict_metadata))
+    if weights == "ema" and not averages:
+        raise ConfigError(
+            f"--weights ema: {stored.folder} has no averages of weights; train with optimizer.ema_decay above 0, or "
+            "leave --weights out"
+        )
+    chosen = weights or ("ema" if averages else "trained")
+    return StoredRun(folder=folder, job=job, step=step, checkpoint=stored, weights=chosen)
+
+
+def _best_step(newest: Path, job: Config) -> int:
+    """The step of the best validation, which the newest checkpoint says. Raises: ConfigError: it says none."""
+    with _advised():
+        best = TrainState.read(StoredCheckpoint.open(newest, job.checkpoint.verify)).validated.best_step
+    if not best or not job.checkpoint.keep_best:
+        raise ConfigError(
+            f"--step best: {newest.parent} keeps no best checkpoint; train with checkpoint.keep_best, or name a step"
+        )
+    return best
 
 
 def load_module(run: StoredRun, module: str, device: torch.device | str = "cpu") -> Chunk:
@@ -75,7 +110,7 @@ def load_module(run: StoredRun, module: str, device: torch.device | str = "cpu")
         model = replace(model, vae=None)
     chunk = build_chunk(model, spec, module, (0, len(spec.module(module).layers)), device=device)
     chunk.requires_grad_(False)
-    _load(chunk, module, run.checkpoint)
+    _load(chunk, module, run)
     return chunk
 
 
@@ -101,8 +136,9 @@ def _advised() -> Iterator[None]:
         raise CheckpointError(f"{error}; name another checkpoint with --step") from None
 
 
-def _load(chunk: Chunk, module: str, source: StoredCheckpoint) -> None:
+def _load(chunk: Chunk, module: str, run: StoredRun) -> None:
     """Fills a whole module from a checkpoint, in place."""
+    source = run.checkpoint
     tied = isinstance(chunk, LanguageChunk) and chunk.shape.tied
     # A tied head is the embedding, and is stored once.
     tensors = {
@@ -124,6 +160,9 @@ def _load(chunk: Chunk, module: str, source: StoredCheckpoint) -> None:
             + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
             + "; restore the config.toml of the run that saved it"
         )
+    if run.weights == "ema":  # what did not train has none
+        names = {f"model.{name}": average_name(name) for name, _ in chunk.named_parameters()}
+        tensors = {names[n] if names.get(n) in stored else n: tensor for n, tensor in tensors.items()}
     with warnings.catch_warnings(), _advised():
         warnings.filterwarnings("ignore", message="torch.distributed is")  # there is only one process
         source.load(tensors, no_dist=True)

@@ -8,7 +8,8 @@ import logging
 import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,15 @@ import torch.nn as nn
 from torch import Tensor
 
 from mmtrain.checkpoint.files import STATE, StoredCheckpoint
+from mmtrain.checkpoint.rows import RowsOf
 from mmtrain.config.config import Config
+from mmtrain.config.intervals import Interval
 from mmtrain.config.toml_sections import to_dict
 from mmtrain.data.packing import LoaderState
+from mmtrain.observe.validated import Validated
 from mmtrain.parallel.grads import local_part
-from mmtrain.parallel.titan import FrozenAwareOptimizers
+from mmtrain.parallel.optim import EMA, LocalOptimizers
+from mmtrain.spec.spec import VocabularyRows
 
 logger = logging.getLogger("mmtrain")
 
@@ -46,34 +51,46 @@ class TrainState:
     """Clips seen by all replicas; None: not known, of a checkpoint from before they were counted."""
     skipped: int = 0
     """Steps in a row, the last one included, that were skipped since loss or gradient were not finite."""
+    samples: int | None = None
+    """Samples seen by all replicas; None: not known, of a checkpoint from before they were counted."""
+    loader_before: dict[str, Any] = field(default_factory=dict)
+    """State of the loader before the last step; empty: not known, or there is none."""
+    validated: Validated = field(default_factory=Validated)
+    """The validations up to the step."""
 
     @classmethod
     def first(cls, config: Config) -> "TrainState":
         """That of a job which has not trained yet."""
         loader = LoaderState(seed=config.debug.seed).to_dict()
-        return cls(step=0, loader=loader, settings=_settings(config), clips=0)
+        return cls(step=0, loader=loader, settings=_settings(config), clips=0, samples=0)
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> "TrainState":
+        """The inverse of `to_dict`. Raises: ValueError, TypeError: it is none."""
+        return cls(**{**raw, "validated": Validated.from_dict(raw["validated"])})
 
     @classmethod
     def read(cls, stored: StoredCheckpoint) -> "TrainState":
         """That of a checkpoint. Raises: CheckpointError: it has no such state."""
         raw = stored.state
-        kinds = {"step": int, "loader": dict, "tokens": int, "clips": int | None}
-        for name, kind in (kinds | {"settings": dict | None, "skipped": int | None}).items():
+        kinds = {"step": int, "loader": dict, "tokens": int}
+        for name, kind in {**kinds, **_SINCE_LATER}.items():
             if not isinstance(raw.get(name), kind):
                 raise stored.damaged(f"{STATE} does not say the {name}")
-        optional = {name: raw[name] for name in ("memory", "clips", "skipped") if name in raw}
-        settings = raw.get("settings", raw.get("data", {}))  # older ones have only some, as "data"
-        return cls(step=raw["step"], loader=raw["loader"], tokens=raw["tokens"], settings=settings, **optional)
+        optional = {name: raw[name] for name in _SINCE_LATER if name in raw}
+        optional.setdefault("settings", raw.get("data", {}))  # older ones have only some, as "data"
+        try:
+            validated = Validated.from_dict(raw.get("validated", {"step": raw["step"]}))
+        except (TypeError, ValueError) as error:
+            raise stored.damaged(f"{STATE} does not say the validations: {error}") from None
+        return cls(**{name: raw[name] for name in kinds}, validated=validated, **optional)
 
-    def after(
-        self, *, loader: dict[str, Any], tokens: int, clips: int, memory: dict[str, Any], skipped: bool
-    ) -> "TrainState":
+    def after(self, *, loader: dict[str, Any], tokens: int, clips: int, samples: int, skipped: bool) -> "TrainState":
         """That of one step more.
 
         Args:
             loader: its state after the step.
-            tokens, clips: of the step, over all replicas.
-            memory: empty without a limit.
+            tokens, clips, samples: of the step, over all replicas.
             skipped: whether the step changed no weight.
         """
         return replace(
@@ -82,14 +99,20 @@ class TrainState:
             loader=loader,
             tokens=self.tokens + tokens,
             clips=None if self.clips is None else self.clips + clips,
-            memory=memory or self.memory,
+            samples=None if self.samples is None else self.samples + samples,
+            loader_before=self.loader,
             skipped=self.skipped + 1 if skipped else 0,
         )
+
+    def with_memory(self, memory: dict[str, Any]) -> "TrainState":
+        """This state with other margins. Args: memory: empty without a limit."""
+        return replace(self, memory=memory or self.memory)
 
     def resumed(self, settings: dict[str, Any]) -> "TrainState":
         """This state in a run with these settings; a warning of rank 0 names those that were others."""
         logger.info("resumed from step %d", self.step)
-        for name, old in self.settings.items() if dist.get_rank() == 0 else ():
+        before = {**_SETTINGS_SINCE_LATER, **self.settings} if self.settings else {}
+        for name, old in before.items() if dist.get_rank() == 0 else ():
             new = settings.get(name, old)
             if new != old:
                 moved = name.startswith(_OF_DATA)
@@ -107,9 +130,33 @@ class TrainState:
             "memory": dict(self.memory),
             "clips": self.clips,
             "skipped": self.skipped,
+            "samples": self.samples,
+            "loader_before": dict(self.loader_before),
+            "validated": asdict(self.validated),
         }
 
+    @property
+    def epochs(self) -> Fraction:
+        """Epochs done."""
+        return LoaderState.from_dict(self.loader).epochs
 
+    def reaches(self, interval: Interval) -> bool:
+        """Whether the last step completed an interval."""
+        before = LoaderState.from_dict(self.loader_before or self.loader).epochs
+        return interval.count(self.step, self.epochs) > interval.count(max(0, self.step - 1), before)
+
+
+_SINCE_LATER: dict[str, Any] = {
+    "memory": dict | None,
+    "clips": int | None,
+    "skipped": int | None,
+    "samples": int | None,
+    "loader_before": dict | None,
+    "settings": dict | None,
+}
+"""Fields that older checkpoints lack, and their types."""
+_SETTINGS_SINCE_LATER = {"data.validation_part": 0.0}
+"""Settings that older checkpoints lack, with the values that they had."""
 _LEARNED_FROM = ("data", "tokenizer", "diffusion", "training", "optimizer", "lr_scheduler")
 """Sections whose values decide what a step learns."""
 _NOT_LEARNED_FROM = frozenset(
@@ -141,20 +188,59 @@ class NamedTensors:
     Args: aliases: parameter name -> name that it is stored under (tied head -> embedding).
     """
 
-    def __init__(
-        self, chunks: Sequence[nn.Module], optimizers: FrozenAwareOptimizers, aliases: Mapping[str, str]
-    ) -> None:
+    def __init__(self, chunks: Sequence[nn.Module], optimizers: LocalOptimizers, aliases: Mapping[str, str]) -> None:
         self._chunks, self._optimizers, self._aliases = chunks, optimizers, aliases
+        held = (getattr(chunk, "stored_rows", {}) for chunk in chunks)
+        self._rows: dict[str, VocabularyRows] = {
+            aliases.get(name, name): rows for of_chunk in held for name, rows in of_chunk.items()
+        }
+
+    @property
+    def averages(self) -> bool:
+        """Whether weights are averaged."""
+        return self._optimizers.averages
 
     def table(self) -> dict[str, Any]:
-        """Name -> parameter, buffer, moment or setting of an optimizer, or random state; tensors are the live ones."""
+        """Name -> parameter, buffer, moment, average or setting of an optimizer, or random state; tensors are the live
+        ones, and rows of a larger one `RowsOf` it."""
         tensors: dict[str, Any] = {f"model.{name}": tensor for name, tensor in self._parameters()}
         tensors |= {self._stored_name(key): value for key, value in self._optimizers.state_dict().items()}
-        tensors[random_state_name()] = _get_rng()
+        for name, tensor in tensors.items():
+            if (rows := self._rows_of(name)) and isinstance(tensor, Tensor) and tensor.ndim:
+                tensors[name] = RowsOf(tensor, rows.first, rows.total)
+        tensors[random_state_name()] = random_state()
         return tensors
 
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, live tensor) of every parameter, buffer, moment and average that exists, further copies of a tied
+        matrix included. Also of a step that an error ended: of gathered parameters, these are the shards."""
+        yield from ((f"model.{name}", tensor) for name, tensor in self._parameters(keep_vars=True))
+        for name, parameter, optimizer, _ in self._optimizers.trained():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                yield f"optimizer.state.{self._aliases.get(name, name)}.{key}", value
+
+    def first_row(self, name: str, tensor: Tensor) -> int:
+        """The first row of a tensor of `tensors` in the stored one of its name."""
+        rows = self._rows_of(name)
+        return rows.first if rows and tensor.ndim else 0
+
+    def _rows_of(self, stored: str) -> VocabularyRows | None:
+        """Those of a parameter or of its moments and their settings, by its name in a checkpoint."""
+        kind, _, rest = stored.partition(".")
+        names = {"model": rest, "optimizer": rest.partition(".")[2].rpartition(".")[0]}
+        return self._rows.get(names.get(kind, ""))
+
+    def drop_moments(self) -> None:
+        """Forgets all moments and averages, as before the first step."""
+        for optimizer in self._optimizers:
+            optimizer.state.clear()
+
     def restore(self, tensors: Mapping[str, Any]) -> None:
-        """Takes over a table whose values were replaced, in place or not. Hyperparameters stay those of the config."""
+        """Takes over a table whose values were replaced, in place or not. Hyperparameters stay those of the config.
+
+        Averages that are not in it begin at the weights.
+        """
+        tensors = {name: value.part if isinstance(value, RowsOf) else value for name, value in tensors.items()}
         with torch.no_grad():
             for name, tensor in self._parameters():  # in place already, but for further copies of a tied matrix
                 source = tensors[f"model.{name}"]
@@ -164,6 +250,8 @@ class NamedTensors:
         used: set[str] = set()
         for key in self._optimizers.state_dict():
             name = self._stored_name(key)
+            if is_average(name) and name not in tensors:
+                continue
             value = tensors[name]
             # Two copies of a tied matrix on one rank: each has moments of its own.
             flat[key] = value.clone() if name in used and isinstance(value, Tensor) else value
@@ -173,12 +261,15 @@ class NamedTensors:
         for group, values in zip(self._groups(), settings, strict=True):
             group.update(values)
         if random_state_name() in tensors:  # else this rank was not there
-            _set_rng(tensors[random_state_name()])
+            set_random_state(tensors[random_state_name()])
 
-    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """(stored name, tensor) of every parameter and buffer in this rank's chunks, copies included."""
+    def _parameters(self, *, keep_vars: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """(stored name, tensor) of every parameter and buffer in this rank's chunks, copies included.
+
+        Args: keep_vars: parameters themselves, not detached: so that no operation of DTensor runs.
+        """
         for chunk in self._chunks:
-            for name, tensor in chunk.state_dict().items():
+            for name, tensor in chunk.state_dict(keep_vars=keep_vars).items():
                 yield self._aliases.get(name, name), tensor
 
     def _stored_name(self, key: str) -> str:
@@ -191,6 +282,16 @@ class NamedTensors:
 
     def _groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
+
+def average_name(parameter: str) -> str:
+    """The name of the average of a parameter."""
+    return f"optimizer.state.{parameter}.{EMA}"
+
+
+def is_average(name: str) -> bool:
+    """Whether a name is that of the average of a parameter."""
+    return name.startswith("optimizer.state.") and name.endswith(f".{EMA}")
 
 
 def seed_everything(seed: int, deterministic: bool) -> None:
@@ -209,7 +310,7 @@ def random_state_name() -> str:
     return f"rng.{dist.get_rank()}"
 
 
-def _get_rng() -> str:
+def random_state() -> str:
     """Random state of this process, as JSON: one plain entry of the checkpoint."""
     version, keys, gauss = random.getstate()
     kind, numpy_keys, position, has_gauss, cached = np.random.get_state(legacy=True)
@@ -222,7 +323,8 @@ def _get_rng() -> str:
     return json.dumps(state)
 
 
-def _set_rng(text: str) -> None:
+def set_random_state(text: str) -> None:
+    """Puts what `random_state` gave back."""
     state = json.loads(text)
     torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch"]), dtype=torch.uint8))
     if state["cuda"] and torch.cuda.is_available():

@@ -3,7 +3,7 @@ forward where transformers has no class for its modules."""
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, TextStreamer
 
-from mmtrain.checkpoint.run_folder import StoredRun, load_module, open_run
+from mmtrain.checkpoint.run_folder import Step, StoredRun, Weights, load_module, open_run
 from mmtrain.commands.export_whole import assembled
 from mmtrain.config.config import Config
 from mmtrain.config.data import DataConfig
@@ -67,21 +67,29 @@ class Answerer(ABC):
         self._stop = processor.ending.token
 
     @staticmethod
-    def of(source: Path, step: int | None = None) -> "Answerer":
+    def of(source: Path, step: Step | None = None, weights: Weights | None = None) -> "Answerer":
         """The model of a run, or of an exported folder.
 
-        Args: step: of the run's checkpoint; None: the newest.
-        Raises: ConfigError: it is neither, or makes clips.
+        Args:
+            step: of the run's checkpoint, see `open_run`; None: the newest.
+            weights: of the run's checkpoint; None: those that trained.
+        Raises: ConfigError: it is neither, or makes clips or embeddings.
         """
         if (source / "config.toml").is_file():
-            run = open_run(source, step)
+            run = open_run(source, step, weights=weights or "trained")
             if run.job.model.dit is not None:
                 raise ConfigError(f"{source} is a text-to-video run; make clips with `mmtrain sample {source}`")
+            if run.job.model.reads_pairs:
+                raise _no_answers(source)
             return _WholeModel(assembled(run), make_processor(run.job)) if whole_kind(run.job.model) else _Modules(run)
         if not (source / "config.json").is_file():
             raise ConfigError(f"{source} has neither config.toml nor config.json; name a run or an exported folder")
         if step is not None:
             raise ConfigError(f"--step {step}: {source} is an exported folder, which has one step; leave --step out")
+        if weights is not None:
+            raise ConfigError(
+                f"--weights {weights}: {source} is an exported folder, which has one kind; leave --weights out"
+            )
         return _exported(source)
 
     def blanked(self, *, images: bool = True, audio: bool = False) -> "Answerer":
@@ -233,6 +241,24 @@ def _chosen(sampling: Sampling, logits_LV: Tensor) -> Tensor:
 def _exported(folder: Path) -> Answerer:
     """The model and processor of an exported folder, or of one that somebody else made."""
     settings = whole_class_config(folder)
+    if COMPOSITES[settings.model_type].loss:
+        raise _no_answers(folder)
+    table = {
+        **whole_table(str(folder), folder, settings),
+        "training": {"steps": 1, "seq_len": 2, "global_batch_size": 1},
+    }
+    table["data"] = {"source": "none", **table["data"]}
+    config: Config = build(Config, with_parts(table, str(folder)), "", str(folder))
+    processor = make_processor(config)  # checks config.json before the model is made
+    return _Exported(read_whole(folder, settings), processor)
+
+
+def whole_table(source: str, folder: Path, settings: Any) -> dict[str, Any]:
+    """[model], [tokenizer] and what the model says of [data] of a job that starts from a whole model.
+
+    Args: source: folder or hub id of the model. folder: that holds its files. settings: of `whole_class_config`.
+    Raises: ConfigError: its tokenizer cannot be read.
+    """
     tokenizer, whole = read_tokenizer(str(folder)), COMPOSITES[settings.model_type]
 
     def token(key: str) -> str | None:
@@ -244,15 +270,15 @@ def _exported(folder: Path) -> Answerer:
     parts: dict[str, Any] = {"projector": {"kind": whole.projector}}
     if (sound := token("audio_token")) is not None:
         parts = {"modules": {SOUND: {"kind": "audio", "token": sound}}}
-    table: Mapping[str, Any] = {
-        "model": {"pretrained": str(folder), **parts},
+    return {
+        "model": {"pretrained": source, **parts},
         "tokenizer": {key: name for key, name in tokens.items() if name is not None},
-        "data": {"source": "none", **_video_frames(folder)},
-        "training": {"steps": 1, "seq_len": 2, "global_batch_size": 1},
+        "data": _video_frames(folder),
     }
-    config: Config = build(Config, with_parts(table, str(folder)), "", str(folder))
-    processor = make_processor(config)  # checks config.json before the model is made
-    return _Exported(read_whole(folder, settings), processor)
+
+
+def _no_answers(source: Path) -> ConfigError:
+    return ConfigError(f"{source} has two towers, which embed images and captions; name a model that answers")
 
 
 def _video_frames(folder: Path) -> dict[str, Any]:

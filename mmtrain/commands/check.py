@@ -22,6 +22,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 def _check(args: argparse.Namespace) -> int:
     from mmtrain.planner.judge import judge
+    from mmtrain.planner.memory_bound import over_bounds
     from mmtrain.schedule.io.strict_json import read_text
     from mmtrain.schedule.problem import PlanningProblem
 
@@ -35,8 +36,7 @@ def _check(args: argparse.Namespace) -> int:
         text = "right: the problem has" if verdict.proven else "not proven, but no schedule found another: there is"
         print(f"{args.plan}: {text} no plan within the memory limits")
         return 0
-    bound = verdict.lower_bound_s
-    gap = f", {100 * (verdict.makespan_s / bound - 1):.2f} % over the lower bound {bound:.6g} s" if bound > 0 else ""
+    gap = over_bounds(verdict.makespan_s, problem)
     peaks = ", ".join(f"{peak:.4g}" for peak in verdict.peak_bytes)
     print(f"{args.plan}: right: makespan {verdict.makespan_s:.6g} s{gap}, peak bytes {peaks}")
     return 0

@@ -1,7 +1,6 @@
 """The `mmtrain` command. Bad input ends with one line on standard error and exit status 2."""
 
 import argparse
-import difflib
 import json
 import os
 import re
@@ -19,6 +18,8 @@ from mmtrain.commands import (
     check,
     check_parity,
     data,
+    doctor,
+    finetune,
     generate,
     plan,
     profile,
@@ -28,13 +29,13 @@ from mmtrain.commands import (
     simulate,
     tune,
 )
+from mmtrain.commands.elastic import node_counts, train_node, train_on_nodes
 from mmtrain.commands.local_ranks import RankDiedError, Stopped, train_on_ranks
 from mmtrain.config import config
-from mmtrain.config.model import ModelConfig
-from mmtrain.errors import MMTrainError, for_terminal, shown
+from mmtrain.errors import ConfigError, MMTrainError, for_terminal, nearest
 from mmtrain.launch.folder_owner import owned
 from mmtrain.launch.launched import Launched, local_world_size, meeting_point
-from mmtrain.launch.processes import check_temporary_folder, end_with_parent, environment, leave
+from mmtrain.launch.processes import end_with_parent, environment, leave
 
 _OVERRIDE = re.compile(r"--[\w-]+\.[^\s=]+=")
 """The beginning of `--section.key=value`."""
@@ -48,7 +49,7 @@ class _Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if isinstance(action.choices, dict) and value not in action.choices:
-            near = difflib.get_close_matches(value, action.choices, 1)
+            near = nearest(value, action.choices)
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(action.choices)}"
             raise argparse.ArgumentError(None, f"there is no command {value!r}; {hint}")
         super()._check_value(action, value)
@@ -62,7 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"mmtrain {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    finetune.add(commands)
     _add_train(commands)
+    doctor.add(commands)
     _add_export(commands)
     generate.add(commands)
     sample.add(commands)
@@ -167,11 +170,19 @@ def _add_train(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "train",
         help="train a model",
-        usage="mmtrain train [-h] --config CONFIG [--section.key=value ...]",
+        usage="mmtrain train [-h] --config CONFIG [--nodes N] [options] [--section.key=value ...]",
         description="Trains the model of a TOML file. Starts all ranks of the job on this machine, unless a "
-        "launcher (torchrun) already did. Any --section.key=value overrides the file.",
+        "launcher (torchrun) already did. With --nodes: as an elastic job whose nodes are groups of processes of this "
+        "machine, to try what a lost node does (docs/multi_node.md). Any --section.key=value overrides the file.",
     )
     parser.add_argument("--config", required=True, help="TOML file; a bare name is looked up in configs/")
+    parser.add_argument("--nodes", type=int, metavar="N", help="nodes of an elastic job (elastic.enable)")
+    parser.add_argument(
+        "--nproc-per-node", type=int, metavar="M", help="with --nodes: ranks of a node (default: those of a stage)"
+    )
+    parser.add_argument(
+        "--max-restarts", type=int, metavar="R", help="with --nodes: how often a lost node comes back (default 0)"
+    )
     parser.set_defaults(run=_train, takes_overrides=True, overrides=[])
 
 
@@ -179,44 +190,43 @@ def _train(args: argparse.Namespace) -> int:
     """Checks the config, then runs this rank or launches all ranks."""
     job = config.load(args.config, args.overrides)
     if "WORLD_SIZE" in os.environ:
+        for name in ("nodes", "nproc_per_node", "max_restarts"):
+            if (value := getattr(args, name)) is not None:
+                raise ConfigError(
+                    f"train: --{name.replace('_', '-')} {value}, but torchrun has started this process, which is of "
+                    "one node; leave the option out, or start mmtrain train --nodes without torchrun"
+                )
         return _train_rank(args)
-    from mmtrain.modality.buckets import check_video
-    from mmtrain.modality.readers import check_readable
-    from mmtrain.simulator.job import check_nodes, make_job
-    from mmtrain.spec.job_files import check_files
+    from mmtrain.commands.job_checks import check_job
 
-    check_temporary_folder(job.data.num_workers)
-    check_video(job)
-    check_readable(job.model)
-    check_nodes(job)
-    # Refuses a model that cannot be built, cut or divided, before any rank starts.
-    config.each_pipeline(job, make_job)
-    check_files(job.model, job.tokenizer)
-    _check_adapters(job.model)
+    nodes = node_counts(job, args.nodes, args.nproc_per_node, args.max_restarts)
+    check_job(job)  # before any rank starts
     with owned(Path(job.job.dump_folder)):  # refuses a folder that rank 0 could not use
         pass
-    train_on_ranks(job)
+    if nodes is None:
+        train_on_ranks(job)
+    else:
+        train_on_nodes(job, nodes)
     return 0
-
-
-def _check_adapters(model: ModelConfig) -> None:
-    """Refuses adapters that the model cannot start from. Raises: ConfigError."""
-    if model.lora.pretrained:
-        from mmtrain.models.adapter_weights import stored_adapters
-
-        stored_adapters(model)
 
 
 def _train_rank(args: argparse.Namespace) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
     job, launched = config.load(args.config, args.overrides), Launched.from_environment()
+    if job.elastic.enable:
+        with environment({}):
+            train_node(job)
+        return 0
     job.parallelism.layout.check_world_size(launched.world_size)
     job.parallelism.layout.check_nodes(local_world_size(launched.world_size))
     if launched.world_size > 1:
         meeting_point()  # at once, not when the model is planned
-    from mmtrain.trainer import Trainer
+    from mmtrain.commands.job_checks import check_inputs
+    from mmtrain.training.trainer import Trainer
 
+    if not launched.local_rank:
+        check_inputs(job)
     with environment({}):
         Trainer(job).run()
     return 0
@@ -236,22 +246,54 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     )
     parser.add_argument("source", type=Path, metavar="RUN", help="job.dump_folder of the job that trained")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to make")
-    parser.add_argument("--step", type=int, metavar="N", help="checkpoint to take (default: the newest)")
+    parser.add_argument("--step", type=sample.checkpoint_step, metavar="N", help=sample.STEP)
+    parser.add_argument("--weights", choices=("ema", "trained"), default="trained", help=sample.WEIGHTS + "trained)")
     parser.add_argument(
         "--merge-adapters", action="store_true", help="add low-rank adapters to the weights that they adapt"
     )
     parser.add_argument(
         "--parts", action="store_true", help="a folder for each module, also where they make a whole model"
     )
+    parser.add_argument(
+        "--adapters-only", action="store_true", help="write low-rank adapters without the weights that they adapt"
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the numbers in the files"
+    )
+    parser.add_argument(
+        "--push",
+        metavar="ID",
+        help="then upload the folder to the hub (HF_ENDPOINT, HF_TOKEN); a new repository is private",
+    )
     parser.set_defaults(run=_export)
 
 
 def _export(args: argparse.Namespace) -> int:
-    from mmtrain.commands.export import export
+    import torch
 
-    made = export(args.source, args.out, step=args.step, merge_adapters=args.merge_adapters, parts=args.parts)
+    from mmtrain.commands.adapter_folders import ExportForm
+    from mmtrain.commands.export import export
+    from mmtrain.commands.push import check_push, push
+
+    if args.push:
+        check_push(args.push)
+    made = export(
+        args.source,
+        args.out,
+        step=args.step,
+        weights=args.weights,
+        form=ExportForm(
+            merge_adapters=args.merge_adapters,
+            adapters_only=args.adapters_only,
+            dtype=getattr(torch, args.dtype),
+        ),
+        parts=args.parts,
+    )
     what = ", ".join([made.model, *made.folders] if made.model else made.folders)
-    print(f"{args.out}: step {made.step} as {what}, {made.num_bytes / 1e6:.1f} MB")
+    averaged = ", averages of the weights," if args.weights == "ema" else ""
+    print(f"{args.out}: step {made.step}{averaged} as {what}, {made.num_bytes / 1e6:.1f} MB")
+    if args.push:
+        print(f"{args.push}: {push(args.out, args.push, f'Step {made.step}')}")
     return 0
 
 
@@ -273,23 +315,11 @@ def _add_config(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def _config(args: argparse.Namespace) -> int:
-    from mmtrain.schedule.library.names import is_recipe
-    from mmtrain.simulator.job import check_nodes, job_spec, make_job
-    from mmtrain.spec.job_files import check_files
+    from mmtrain.commands.job_checks import check_job
 
     job = config.load(args.config, args.overrides)
     print(for_terminal(config.dump(job)), end="", flush=True)
-    check_nodes(job)
-    schedule = job.parallelism.pipeline_parallel_schedule
-    if is_recipe(schedule):
-        job_spec(job)
-        summary = f"{shown(schedule)} is a program, which is not run here: how it cuts the model is not checked"
-    else:
-        made = config.each_pipeline(job, make_job)  # refuses a model that cannot be built, cut or divided
-        summary = "; ".join(dict.fromkeys(one.partition_summary for one in made if one.partition_summary))
-    check_files(job.model, job.tokenizer)
-    _check_adapters(job.model)
-    if summary:
+    if summary := check_job(job, runs_recipes=False):
         print(f"\n# {summary}")
     return 0
 

@@ -31,10 +31,24 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "questions need the sound, some the image, some both.",
     )
     sounds.set_defaults(run=_sounds)
-    for parser, unit in ((charts, "samples"), (shapes, "clips"), (sounds, "samples")):
+    pairs = kinds.add_parser(
+        "pairs",
+        help="images of one shape with captions, for two towers",
+        description="Draws images of one coloured shape and writes them with captions that say what is where, as "
+        "parquet.",
+    )
+    pairs.set_defaults(run=_pairs)
+    for parser, unit in ((charts, "samples"), (shapes, "clips"), (sounds, "samples"), (pairs, "pairs")):
         parser.add_argument("out", type=Path, metavar="OUT", help="folder to make")
         parser.add_argument("--num-samples", type=int, default=4000, metavar="N", help=f"{unit} (default 4000)")
         parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of all choices (default 0)")
+    shapes.add_argument(
+        "--level",
+        choices=("full", "easy"),
+        default="full",
+        help="easy: one square of three colours goes right or left on black or white, so that a small model learns to "
+        "draw it within minutes on a CPU (default full: up to three shapes of many kinds and motions)",
+    )
     shapes.add_argument(
         "--preview",
         type=Path,
@@ -44,13 +58,13 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 
 def _shapes(args: argparse.Namespace) -> int:
-    from mmtrain.data.toy.shapes import check_preview, make_shapes, shape_clips, write_preview
+    from mmtrain.data.toy.shapes import check_preview, make_easy_shapes, make_shapes, shape_clips, write_preview
 
     if args.preview:
         check_preview(args.preview)
-    num_train = _make_data(args, make_shapes, "clip", "frames")
+    num_train = _make_data(args, make_easy_shapes if args.level == "easy" else make_shapes, "clip", "frames")
     if args.preview:
-        write_preview(args.preview, shape_clips("train", min(12, num_train), args.seed))
+        write_preview(args.preview, shape_clips("train", min(12, num_train), args.seed, args.level))
         print(f"{args.preview}: the first clips")
     return 0
 
@@ -66,6 +80,13 @@ def _sounds(args: argparse.Namespace) -> int:
     from mmtrain.data.toy.sounds import make_sounds
 
     _make_data(args, make_sounds, "sample", "sounds")
+    return 0
+
+
+def _pairs(args: argparse.Namespace) -> int:
+    from mmtrain.data.toy.pairs import make_pairs
+
+    _make_data(args, make_pairs, "pair", "images")
     return 0
 
 

@@ -13,7 +13,7 @@ from mmtrain.parallel.batch_runner import StepResult
 from mmtrain.parallel.replica_data import Item
 from mmtrain.parallel.runtime import StepOutcome
 from mmtrain.planner.iteration import IterationPlan
-from mmtrain.trainer import Trainer
+from mmtrain.training.trainer import Trainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ def gradients(
         items = trainer.items if batches is None else (trainer.placement.data.item(*batch) for batch in batches)
         for step in range(1, num_steps + 1):
             item = next(items)
-            yield item, trainer.backward(step, item, trainer.plan(item.meta, step=step))[0]
+            yield item, trainer.result(trainer.backward(step, item, trainer.plan(item.meta, step=step)))
             trainer.placement.optimizers.zero_grad()
     finally:
         trainer.tear_down()

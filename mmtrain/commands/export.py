@@ -7,6 +7,7 @@ OUT/scheduler                the scheduler of diffusers that samples from it
 OUT/*_adapter                low-rank adapters, for `peft`; absent where they were merged into the weights
 OUT/projector                the projector unless its kind is `native`, for [model.projector] pretrained = ...
 OUT/NAME_projector           that of a further encoder
+OUT/contrast                 the parameters of the loss of two towers, for [model.contrast] pretrained = ...
 OUT/README.md                what is what
 """
 
@@ -18,19 +19,27 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from mmtrain.checkpoint.run_folder import StoredRun, load_module, open_run
-from mmtrain.commands.adapter_folders import AdapterFolder, plain
-from mmtrain.commands.export_whole import end_as_trained, export_whole
+from mmtrain.checkpoint.run_folder import Step, StoredRun, Weights, load_module, open_run
+from mmtrain.commands.adapter_folders import ExportForm, plain
+from mmtrain.commands.export_towers import export_tower
+from mmtrain.commands.export_whole import caption_tokenizer, end_as_trained, export_whole
 from mmtrain.commands.older_readers import add_older_keys
 from mmtrain.config.config import Config
-from mmtrain.config.model import EncoderConfig, LanguageConfig, projector_name, projector_section, section_of
+from mmtrain.config.model import (
+    EncoderConfig,
+    LanguageConfig,
+    ModelConfig,
+    projector_name,
+    projector_section,
+    section_of,
+)
 from mmtrain.data.chat_templates import answer_ending
 from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.errors import ConfigError
-from mmtrain.families.catalogue import PROJECTORS
+from mmtrain.families.catalogue import COMPOSITES, PROJECTORS
 from mmtrain.launch.whole_files import new_folder
 from mmtrain.modality.buckets import latent_channels
 from mmtrain.models.adapters import decoder
@@ -38,11 +47,11 @@ from mmtrain.models.chunk import Chunk, LanguageChunk, VisionChunk
 from mmtrain.models.diffusion import make_scheduler, null_token
 from mmtrain.models.dit import DitChunk, build_dit
 from mmtrain.models.fused_qkv import from_head_major, is_fused
-from mmtrain.models.trainable import target_pattern
 from mmtrain.models.unused import unused_weights
+from mmtrain.models.whole import only_encoder
 from mmtrain.spec.composites import class_name, selected_features
+from mmtrain.spec.contrast import CONTRAST
 from mmtrain.spec.hub_files import find_file
-from mmtrain.spec.linears import adapted_linears
 from mmtrain.spec.model_configs import dit_config, encoder_config, language_config
 from mmtrain.spec.modules import projector_sizes, whole_kind
 from mmtrain.spec.shapes import language_shape
@@ -66,33 +75,34 @@ class Exported:
 
 
 def export(
-    folder: Path, out: Path, *, step: int | None = None, merge_adapters: bool = False, parts: bool = False
+    folder: Path,
+    out: Path,
+    *,
+    step: Step | None = None,
+    weights: Weights = "trained",
+    form: ExportForm = ExportForm(),  # noqa: B008  immutable
+    parts: bool = False,
 ) -> Exported:
     """The summary of an export to `out`, which appears only when it is complete: one folder if the modules make a whole
     model of transformers (see `export_whole`), else a folder for each.
 
     Args:
         folder: a job's dump folder, with config.toml and checkpoints.
-        step: of the checkpoint; None: the newest complete one.
-        merge_adapters: add W + (alpha / rank) B A to the weights instead of writing adapters.
+        step: of the checkpoint, see `open_run`; None: the newest complete one.
+        form: what is written of the weights.
         parts: a folder for each module in any case.
     Raises: ConfigError: `out` exists, `folder` is no dump folder, no such checkpoint, or one of another model.
     """
-    run = open_run(folder, step)
+    run = open_run(folder, step, weights=weights)
     model = run.job.model
-    sections: list[EncoderConfig | LanguageConfig] = [*model.encoders.values(), model.language]
-    if merge_adapters and not any(section.trainable == "lora" for section in sections):
-        raise ConfigError(
-            f'{folder}: no module was trained with trainable = "lora", so there is nothing to merge; leave '
-            "--merge-adapters out"
-        )
+    _check_form(folder, model, form)
     kind = "" if parts else whole_kind(model)
     with new_folder(out) as aside:
         if kind:
-            export_whole(run, aside, merge_adapters=merge_adapters, max_shard_size=MAX_SHARD_SIZE)
-            (aside / "README.md").write_text(_whole_readme(run, aside, out, kind), encoding="utf-8")
+            export_whole(run, aside, form=form, max_shard_size=MAX_SHARD_SIZE)
         else:
-            _export_parts(run, aside, out, merge_adapters)
+            _export_parts(run, aside, form)
+        (aside / "README.md").write_text(_readme(run, aside, out, form, kind), encoding="utf-8")
         add_older_keys(aside)
     files = [path for path in out.rglob("*") if path.is_file()]
     return Exported(
@@ -103,60 +113,89 @@ def export(
     )
 
 
-def _export_parts(run: StoredRun, aside: Path, out: Path, merge_adapters: bool) -> None:
-    """A folder for each module, in `aside`. Args: out: where they will be."""
+def _check_form(folder: Path, model: ModelConfig, form: ExportForm) -> None:
+    sections: dict[str, bool | str] = {section_of(name): s.trainable for name, s in model.cut_modules.items()}
+    sections |= {projector_section(name): model.projector_of(name).trainable for name in model.encoders}
+    if (form.merge_adapters or form.adapters_only) and "lora" not in sections.values():
+        what, option = ("merge", "merge-adapters") if form.merge_adapters else ("write", "adapters-only")
+        raise ConfigError(
+            f'{folder}: no module was trained with trainable = "lora", so there is nothing to {what}; leave '
+            f"--{option} out"
+        )
+    whole = [where for where, trainable in sections.items() if trainable is True]
+    if form.adapters_only and whole:
+        raise ConfigError(
+            f"{folder}: {whole[0]} was trained with trainable = true, so adapters alone would leave out its weights; "
+            "leave --adapters-only out"
+        )
+
+
+def _export_parts(run: StoredRun, aside: Path, form: ExportForm) -> None:
+    """A folder for each module, in `aside`."""
     model = run.job.model
-    _export_language(run, aside, merge_adapters)
+    if model.contrast is not None:
+        for name in (*model.encoders, "language"):
+            export_tower(run, name, aside, form=form, max_shard_size=MAX_SHARD_SIZE)
+        if not form.adapters_only:
+            weights = form.stored(load_module(run, CONTRAST).contrast.state_dict())
+            _save_own(weights, {"loss": model.contrast.loss}, aside / CONTRAST)
+            caption_tokenizer(run.job).save_pretrained(aside / "language")
+        return
+    _export_language(run, aside, form)
     for name in model.encoders:
-        _export_encoder(run, name, aside, merge_adapters)
+        _export_encoder(run, name, aside, form)
+    if form.adapters_only:
+        return
     if model.dit is not None:
-        _export_dit(run, aside)
+        _export_dit(run, aside, form)
     tokenizer = load_tokenizer(run.job.tokenizer, captions=model.dit is not None, model=model)
     if model.dit is None:
         end_as_trained(aside / "language", answer_ending(tokenizer).token)
     tokenizer.save_pretrained(aside / "language")
-    readme = _video_readme(run, aside, out, null_token(tokenizer)) if model.dit else _readme(run, aside, out)
-    (aside / "README.md").write_text(readme, encoding="utf-8")
 
 
 # --------------------------------------------------------------------------------------- the modules
 
 
-def _export_encoder(run: StoredRun, module: str, out: Path, merge_adapters: bool) -> None:
+def _export_encoder(run: StoredRun, module: str, out: Path, form: ExportForm) -> None:
     """An encoder and its projector."""
     model, section = run.job.model, run.job.model.encoders[module]
     chunk = load_module(run, module)
     assert isinstance(chunk, VisionChunk)
     if chunk.projector is not None:
-        _save_projector(chunk.projector, projector_sizes(model, module), out / projector_name(module))
+        name = projector_name(module)
+        base = model.projector_of(module).pretrained or None
+        adapters = form.adapters(model.lora, base, None, out / f"{name}_adapter")
+        weights = form.stored(plain(chunk.projector.state_dict(), model.lora, adapters))
+        if not form.adapters_only:
+            _save_own(weights, projector_sizes(model, module), out / name)
     weights = {name: _in_their_order(chunk, name, tensor) for name, tensor in chunk.vision.state_dict().items()}
+    weights = plain(weights, model.lora, form.adapters(model.lora, _base(section), None, out / f"{module}_adapter"))
+    if form.adapters_only:
+        return
     theirs = chunk.adapter.build(encoder_config(section, section_of(module)), "sdpa")
-    unused = unused_weights(model, run.job.debug.seed, module)
-    num_blocks = chunk.shape.depth if unused else 0
-    pattern = target_pattern(adapted_linears(model, module), chunk.adapter.blocks, num_blocks)
-    folder = out / f"{module}_adapter"
-    adapters = None if merge_adapters else AdapterFolder(model.lora, pattern, _base(section), None, folder)
-    _fill(theirs, unused | plain(weights, model.lora, adapters))
+    _fill(theirs, form.stored(unused_weights(model, run.job.debug.seed, module) | weights))
     theirs.save_pretrained(out / module, max_shard_size=MAX_SHARD_SIZE)
 
 
-def _export_language(run: StoredRun, out: Path, merge_adapters: bool) -> None:
+def _export_language(run: StoredRun, out: Path, form: ExportForm) -> None:
     section = run.job.model.language
     chunk = load_module(run, "language")
     assert isinstance(chunk, LanguageChunk)
-    weights, blocks = chunk.language.state_dict(), chunk.adapter.blocks
+    weights = chunk.language.state_dict()
     values = language_config(section)
     theirs: Any = chunk.adapter.build(values, "sdpa")
     theirs.config.use_cache = values.get("use_cache", True)  # was off during training
     if not chunk.has_head:  # a text encoder: the class without a head, whose names lack the first part
         prefix = f"{theirs.base_model_prefix}."
-        theirs, blocks = theirs.base_model, blocks.removeprefix(prefix)
+        theirs = theirs.base_model
         weights = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
-    pattern = target_pattern(adapted_linears(run.job.model, "language"), blocks)
     task = "CAUSAL_LM" if chunk.has_head else None
     lora, folder = run.job.model.lora, out / "language_adapter"
-    adapters = None if merge_adapters else AdapterFolder(lora, pattern, _base(section), task, folder)
-    _fill(theirs, plain(weights, lora, adapters))
+    weights = plain(weights, lora, form.adapters(lora, _base(section), task, folder))
+    if form.adapters_only:
+        return
+    _fill(theirs, form.stored(weights))
     theirs.save_pretrained(out / "language", max_shard_size=MAX_SHARD_SIZE)
     if chunk.has_head and section.pretrained:
         settings = find_file("model.language.pretrained", section.pretrained, "generation_config.json", optional=True)
@@ -164,14 +203,14 @@ def _export_language(run: StoredRun, out: Path, merge_adapters: bool) -> None:
             shutil.copyfile(settings, out / "language" / "generation_config.json")
 
 
-def _export_dit(run: StoredRun, out: Path) -> None:
+def _export_dit(run: StoredRun, out: Path, form: ExportForm) -> None:
     """The diffusion transformer and its scheduler."""
     section = run.job.model.dit
     assert section is not None
     chunk = load_module(run, "dit")
     assert isinstance(chunk, DitChunk)
     theirs = build_dit(dit_config(section))
-    theirs.load_state_dict(chunk.dit.state_dict(), assign=True, strict=True)
+    theirs.load_state_dict(form.stored(chunk.dit.state_dict()), assign=True, strict=True)
     theirs.save_pretrained(out / "dit", max_shard_size=MAX_SHARD_SIZE)
     make_scheduler(run.job.diffusion).save_pretrained(out / "scheduler")
 
@@ -199,20 +238,36 @@ def _fill(module: PreTrainedModel, weights: dict[str, Tensor]) -> None:
     module.load_state_dict(weights, assign=True, strict=True)
 
 
-def _save_projector(projector: nn.Module, sizes: Mapping[str, int | str], folder: Path) -> None:
+def _save_own(weights: dict[str, Tensor], sizes: Mapping[str, int | str], folder: Path) -> None:
+    """Writes a module that transformers has no class for. Args: sizes: its config.json."""
     folder.mkdir()
-    save_file(projector.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(sizes, indent=2) + "\n")
 
 
 # ----------------------------------------------------------------------------------------- read me
 
 
-def _readme(run: StoredRun, out: Path, final: Path) -> str:
-    """The README of the exported folder. Args: out: its present path. final: its final path."""
+def _readme(run: StoredRun, out: Path, final: Path, form: ExportForm, kind: str) -> str:
+    """The README of the exported folder.
+
+    Args: out: its present path. final: its final path. kind: of a whole model, or empty.
+    """
+    lines = _title(run, form)
+    if form.adapters_only:
+        return _ended(lines, [], out, final)
+    if run.job.model.dit is not None:
+        return _video_readme(run, lines, out, final)
+    if run.job.model.contrast is not None and not kind:
+        return _towers_readme(run, lines, out, final)
+    return _whole_readme(run, lines, out, final, kind) if kind else _readme_of_parts(run, lines, out, final)
+
+
+def _readme_of_parts(run: StoredRun, lines: list[str], out: Path, final: Path) -> str:
+    """That of a folder for each module. Args: lines: with which it begins."""
     job, reader = run.job, decoder(language_shape(run.job.model).model_type).reader
     lines = [
-        *_title(run),
+        *lines,
         f"- `language/`: `{_class_name(out / 'language')}` with its tokenizer; "
         f"`transformers.{reader}.from_pretrained` reads it{'' if 'Causal' in reader else ', without its head'}.",
     ]
@@ -257,26 +312,39 @@ def _features(job: Config, module: str) -> str:
     )
 
 
-def _whole_readme(run: StoredRun, out: Path, final: Path, kind: str) -> str:
+def _whole_readme(run: StoredRun, lines: list[str], out: Path, final: Path, kind: str) -> str:
     """The same for one folder of a whole model."""
-    lines = [
-        *_title(run),
-        f"`transformers.{class_name(kind)}.from_pretrained` reads this folder; vLLM, too, which has this class. "
-        "`mmtrain generate` answers questions about images with it.",
-    ]
-    if (out / "adapter").is_dir():
-        lines.append(
-            "- `adapter/`: low-rank adapters, which the weights do not contain; "
-            "`peft.PeftModel.from_pretrained(model, 'adapter')`."
-        )
+    reads = f"`transformers.{class_name(kind)}.from_pretrained` reads this folder"
+    if run.job.model.contrast is not None:
+        lines = [*lines, f"{reads}, and `AutoProcessor` its tokenizer and image processor."]
+    else:
+        lines = [
+            *lines,
+            f"{reads}; vLLM, too, which has this class. `mmtrain generate` answers questions about images with it.",
+        ]
     again = ["[model]", f'pretrained = "{final}"']
-    if run.job.model.encoder is not None and (projector := run.job.model.projector.kind) != "native":
+    projector = COMPOSITES[kind].projector
+    if run.job.model.encoder is not None and projector not in ("", "native"):
         again += ["[model.projector]", f'kind = "{projector}"']
     return _ended(lines, again, out, final)
 
 
-def _video_readme(run: StoredRun, out: Path, final: Path, null: int) -> str:
-    """The same for a text-to-video model. Args: null: the token of a hidden caption."""
+def _towers_readme(run: StoredRun, lines: list[str], out: Path, final: Path) -> str:
+    """The same for two towers that make no whole model."""
+    contrast = run.job.model.contrast
+    assert contrast is not None
+    again = list[str]()
+    for name, what in ((only_encoder(run.job.model), "images"), ("language", "captions")):
+        lines.append(f"- `{name}/`: the tower of {what}; `transformers.{_class_name(out / name)}` reads it.")
+        again += [f"[{section_of(name)}]", f'pretrained = "{final / name}"']
+    lines.append(f"- `{CONTRAST}/`: logit_scale, and logit_bias if there is one, of the loss {contrast.loss}.")
+    again += ["[model.contrast]", f'loss = "{contrast.loss}"', f'pretrained = "{final / CONTRAST}"']
+    return _ended(lines, again, out, final)
+
+
+def _video_readme(run: StoredRun, lines: list[str], out: Path, final: Path) -> str:
+    """The same for a text-to-video model."""
+    null = null_token(load_tokenizer(run.job.tokenizer, captions=True, model=run.job.model))
     section = run.job.model.dit
     assert section is not None
     pixels, vae, made_by = latent_channels(section) == 3, run.job.model.vae, ""
@@ -287,7 +355,7 @@ def _video_readme(run: StoredRun, out: Path, final: Path, null: int) -> str:
         made_by = f"those of the VAE of {source}, normalised."
     (scheduler,) = (json.loads(path.read_text())["_class_name"] for path in (out / "scheduler").iterdir())
     lines = [
-        *_title(run),
+        *lines,
         f"- `language/`: the text encoder, `{_class_name(out / 'language')}` with its tokenizer; "
         "`transformers.AutoModel.from_pretrained` reads it. Its `last_hidden_state` of a caption conditions the DiT; "
         f"for guidance, no caption is token {null}, as often as the caption has tokens.",
@@ -302,9 +370,11 @@ def _video_readme(run: StoredRun, out: Path, final: Path, null: int) -> str:
     return _ended(lines, again, out, final)
 
 
-def _title(run: StoredRun) -> list[str]:
+def _title(run: StoredRun, form: ExportForm) -> list[str]:
     title = run.job.job.description or "A model trained by mmtrain"
-    return [f"# {title}", "", f"Weights after step {run.step}, float32.", ""]
+    weights = "adapters" if form.adapters_only else "weights"
+    what = f"Averages of the {weights}" if run.weights == "ema" else weights.capitalize()
+    return [f"# {title}", "", f"{what} after step {run.step}, {str(form.dtype).removeprefix('torch.')}.", ""]
 
 
 def _ended(lines: list[str], again: list[str], out: Path, final: Path) -> str:
@@ -312,16 +382,22 @@ def _ended(lines: list[str], again: list[str], out: Path, final: Path) -> str:
 
     Args: again: lines of that config. out: the folder's present path. final: its final path.
     """
-    for module in sorted(path.name.removesuffix("_adapter") for path in out.glob("*_adapter")):
+    adapters = sorted(path.parent for path in out.rglob("adapter_config.json"))
+    for folder in adapters:
+        name = str(folder.relative_to(out))
+        base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+        adapted = name.removesuffix("_adapter") if name.endswith("_adapter") else "the whole model"
+        source = f", of `{base}`" if base else ""
         lines.append(
-            f"- `{module}_adapter/`: low-rank adapters, which the weights of `{module}/` do not contain; "
-            f"`peft.PeftModel.from_pretrained(model, '{module}_adapter')`."
+            f"- `{name}/`: low-rank adapters of {adapted}{source}, which no weights here contain; "
+            f"`peft.PeftModel.from_pretrained(model, '{name}')`."
         )
-    note = ["", "To train on from here:", "", "```toml", *again, "```", ""]
-    if any(out.glob("*adapter")):
-        folder = final / "adapter" if (out / "adapter").is_dir() else final
+    note = ["", "To train on from here:", "", "```toml", *again, "```", ""] if again else [""]
+    if adapters:
+        one = len(adapters) == 1 and not adapters[0].name.endswith("_adapter")
+        folder = final / adapters[0].relative_to(out) if one else final
         note += [
-            'That is without the adapters; they go on with `trainable = "lora"` in the sections of their modules, and '
+            'Adapters go on with `trainable = "lora"` in the sections of their modules, and '
             f'`[model.lora]` of the run with `pretrained = "{folder}"`.',
             "",
         ]

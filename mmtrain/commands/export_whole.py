@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from mmtrain.checkpoint.run_folder import StoredRun, load_module
-from mmtrain.commands.adapter_folders import AdapterFolder, plain
+from mmtrain.commands.adapter_folders import ExportForm, plain
 from mmtrain.config.config import Config
 from mmtrain.config.model import EncoderConfig, LanguageConfig, placeholder, projector_section, section_of
 from mmtrain.data.media_readers import image_rules, make_readers
@@ -34,20 +34,19 @@ from mmtrain.families.catalogue import COMPOSITES, ENCODERS
 from mmtrain.modality.geometry import ImageGeometry
 from mmtrain.modality.sounds import SoundRules, sound_rules
 from mmtrain.modality.videos import video_rules
-from mmtrain.models.adapters import decoder, vision_adapter
 from mmtrain.models.chunk import VisionChunk
 from mmtrain.models.fused_qkv import from_head_major, is_fused
 from mmtrain.models.pretrained import stored_spelling
-from mmtrain.models.trainable import target_pattern
 from mmtrain.models.unused import unused_weights
 from mmtrain.models.whole import in_class, on_disk, only_encoder, whole_config, whole_model
 from mmtrain.spec.composites import whole_section
+from mmtrain.spec.contrast import CONTRAST
 from mmtrain.spec.hub_files import PROCESSOR_FILES, find_file, processor_config, read_json
-from mmtrain.spec.linears import adapted_linears
 from mmtrain.spec.modules import whole_kind
 from mmtrain.spec.shapes import language_shape
 from mmtrain.spec.vision_shapes import vision_shape
 
+MERGED = ExportForm(merge_adapters=True)
 _COPIED = (
     "generation_config.json",
     *PROCESSOR_FILES.values(),
@@ -66,25 +65,27 @@ class Whole:
     """Our names, with the module -> values as Hugging Face orders them; adapters are merged, or written."""
 
 
-def gather(run: StoredRun, *, adapters: Path | None = None) -> Whole:
+def gather(run: StoredRun, *, adapters: Path | None = None, form: ExportForm = MERGED) -> Whole:
     """The weights of a run's modules under names of one model, which its modules make (`whole_kind`).
 
-    Args: adapters: folder for low-rank adapters; None: they are merged into the weights.
+    Args: adapters: folder for low-rank adapters, if the form does not merge them.
     """
     model = run.job.model
     kind, encoder, weights = whole_kind(model), only_encoder(model), dict[str, Tensor]()
-    for module in (encoder, "language"):
+    for module in (encoder, "language", *([CONTRAST] if model.contrast else [])):
         chunk = load_module(run, module)
         heads = chunk.shape.num_heads if isinstance(chunk, VisionChunk) else 0
         fused = chunk.adapter.fused_qkv if isinstance(chunk, VisionChunk) else ()
         for name, tensor in chunk.state_dict().items():
             weights[name] = from_head_major(tensor, heads) if is_fused(name, fused) else tensor
+            if module == CONTRAST:
+                weights[name] = tensor.reshape(COMPOSITES[kind].scalar)
     unused = unused_weights(model, run.job.debug.seed, encoder)
     weights = {f"{encoder}.{name}": tensor for name, tensor in unused.items()} | weights
     folder = None
     if adapters is not None:
-        base = model.pretrained or None
-        folder = AdapterFolder(model.lora, _pattern(kind, run.job), base, "CAUSAL_LM", adapters)
+        task = None if model.contrast else "CAUSAL_LM"
+        folder = form.adapters(model.lora, model.pretrained or None, task, adapters)
     return Whole(kind=kind, weights=plain(weights, model.lora, folder, lambda name: in_class(kind, name)))
 
 
@@ -95,28 +96,36 @@ def assembled(run: StoredRun) -> PreTrainedModel:
     return whole_model(config, {in_class(whole.kind, name): tensor for name, tensor in whole.weights.items()})
 
 
-def export_whole(run: StoredRun, out: Path, *, merge_adapters: bool, max_shard_size: str) -> None:
-    """Writes the folder of the whole model into `out`, which exists."""
+def export_whole(run: StoredRun, out: Path, *, form: ExportForm, max_shard_size: str) -> None:
+    """Writes the folder of the whole model into `out`, which exists; adapters alone lie in `out` itself."""
     job, model, name = run.job, run.job.model, only_encoder(run.job.model)
-    whole = gather(run, adapters=None if merge_adapters else out / "adapter")
-    processor = stored_processor(job)
-    tokenizer = processor.tokenizer
+    whole = gather(run, adapters=out if form.adapters_only else out / "adapter", form=form)
+    if form.adapters_only:
+        return
+    processor = None if model.contrast else stored_processor(job)
+    tokenizer = processor.tokenizer if processor else caption_tokenizer(job)
     sections: dict[str, EncoderConfig | LanguageConfig]
     sections = {section_of(name): model.encoders[name], "model.language": model.language}
     sources = {where: section.pretrained for where, section in sections.items() if section.weights == "pretrained"}
     sources[projector_section(name)] = model.projector_of(name).pretrained
+    sources[f"model.{CONTRAST}"] = model.contrast.pretrained if model.contrast else ""
     stored = {where: stored_spelling(where, source) for where, source in sources.items() if source}
     spellings = {whole_section(where): spelling for where, spelling in stored.items() if spelling}
     tied = language_shape(model).tied
     tensors = {
         on_disk(whole.kind, name, spellings): tensor.contiguous()
-        for name, tensor in whole.weights.items()
+        for name, tensor in form.stored(whole.weights).items()
         if not (tied and name == "language.lm_head.weight")
     }
     save_torch_state_dict(tensors, out, max_shard_size=max_shard_size, metadata={"format": "pt"})
-    whole_config(model, _tokens(job, tokenizer)).save_pretrained(out)
+    config = whole_config(model, _tokens(job, tokenizer))
+    config.dtype = form.dtype
+    config.save_pretrained(out)
     source = next((sources[where] for where in sections if stored.get(where)), "")
     _write_processor(out, job, source)
+    tokenizer.save_pretrained(out)
+    if processor is None:
+        return
     if not (out / "generation_config.json").exists():
         GenerationConfig(pad_token_id=processor.ending.token).save_pretrained(out)
     end_as_trained(out, processor.ending.token)
@@ -124,7 +133,6 @@ def export_whole(run: StoredRun, out: Path, *, merge_adapters: bool, max_shard_s
         _write_video_processor(out, job)
     if name_of_processor := COMPOSITES[whole.kind].processor:
         _write_token_counts(out, job, name_of_processor)
-    tokenizer.save_pretrained(out)
     if source and find_file("model.pretrained", source, "chat_template.json", optional=True) is not None:
         template = {"chat_template": tokenizer.chat_template}
         _write_json(out / "chat_template.json", template)
@@ -138,6 +146,14 @@ def stored_processor(job: Config) -> Processor:
     return processor
 
 
+def caption_tokenizer(job: Config) -> Any:
+    """The tokenizer of a run with two towers; no caption is longer than the tower's positions."""
+    tokenizer = load_tokenizer(job.tokenizer, captions=True, model=job.model)
+    tokenizer.chat_template = None
+    tokenizer.model_max_length = min(tokenizer.model_max_length, language_shape(job.model).max_positions)
+    return tokenizer
+
+
 def end_as_trained(folder: Path, stop: int | None) -> None:
     """Lets `generate` of an exported folder stop at the token that ends answers, if its settings name others.
 
@@ -148,22 +164,6 @@ def end_as_trained(folder: Path, stop: int | None) -> None:
     ends = values.get("eos_token_id")
     if path.exists() and stop is not None and stop not in (ends if isinstance(ends, list) else [ends]):
         _write_json(path, values | {"eos_token_id": stop})
-
-
-def _pattern(kind: str, job: Config) -> str:
-    """The regular expression of the names of all adapted layers in the class of the whole model."""
-    model, encoder, patterns = job.model, only_encoder(job.model), []
-    shape, language = vision_shape(model, encoder), language_shape(model)
-    containers = {
-        encoder: vision_adapter(shape.model_type).blocks,
-        "language": decoder(language.model_type).blocks,
-    }
-    for module, blocks in containers.items():
-        if model.sections[module].trainable == "lora":  # type: ignore[union-attr]
-            unused = module == encoder and bool(unused_weights(model, job.debug.seed, encoder))
-            container = in_class(kind, f"{module}.{blocks}")
-            patterns.append(target_pattern(adapted_linears(model, module), container, shape.depth if unused else 0))
-    return "|".join(f"({pattern})" for pattern in patterns)
 
 
 def _tokens(job: Config, tokenizer: Any) -> dict[str, int]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mmtrain.commands.sample import STEP, WEIGHTS, checkpoint_step
 from mmtrain.errors import ConfigError, DataError, for_terminal
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "--top-p", type=float, default=1.0, metavar="P", help="draw among tokens that hold this probability"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of drawing (default 0)")
-    parser.add_argument("--step", type=int, metavar="N", help="checkpoint of a run (default: the newest)")
+    parser.add_argument("--step", type=checkpoint_step, metavar="N", help=STEP)
+    parser.add_argument("--weights", choices=("ema", "trained"), help=WEIGHTS + "trained)")
     parser.set_defaults(run=_generate)
 
 
@@ -77,7 +79,7 @@ def _generate(args: argparse.Namespace) -> int:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    answerer = Answerer.of(args.source, args.step)
+    answerer = Answerer.of(args.source, args.step, args.weights)
     sampling = Sampling(
         max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed
     )

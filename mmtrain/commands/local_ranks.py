@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from mmtrain import errors
 from mmtrain.config.config import Config
@@ -61,7 +61,7 @@ def train_on_ranks(job: Config) -> None:
 
 
 def _train(device: Any, job: Config) -> None:
-    from mmtrain.trainer import Trainer
+    from mmtrain.training.trainer import Trainer
 
     Trainer(job).run()
 
@@ -96,14 +96,14 @@ def run_on_ranks(
             context.Process(target=_rank, args=(index, os.getpid(), fn, world, comm, folder, args))
             for index in range(copies * world)
         ]
-        with _forwarded_signals(ranks) as signals:
+        with forwarded_signals(ranks) as signals:
             failed = _run(ranks, signals)
         ended_by_signal = any(-(rank.exitcode or 0) in signals for rank in ranks)  # then others fail, too
         if failed and not ended_by_signal:
-            _raise_reason(failed, folder)
+            raise_reason(failed, folder)
         if signals:
             raise Stopped(signals[0])
-        return [pickle.loads((folder / f"value-{index}").read_bytes()) for index in range(len(ranks))]
+        return [value_of(folder, index) for index in range(len(ranks))]
 
 
 # ------------------------------------------------------------------------------------------ in this process
@@ -124,7 +124,7 @@ def _run(ranks: Sequence[SpawnProcess], signals: Sequence[int]) -> dict[int, int
         while running and time.monotonic() < deadline:
             multiprocessing.connection.wait([rank.sentinel for rank in running], timeout=1.0)
             for rank in running if signals else ():
-                _send(rank, signals[0])  # again: a signal before the trainer runs ends the rank
+                send(rank, signals[0])  # again: a signal before the trainer runs ends the rank
             running = [rank for rank in ranks if rank.is_alive()]  # before the check of ended ranks
             if not failed:
                 codes = ((index, rank.exitcode) for index, rank in enumerate(ranks))
@@ -139,7 +139,7 @@ def _run(ranks: Sequence[SpawnProcess], signals: Sequence[int]) -> dict[int, int
 
 
 @contextmanager
-def _forwarded_signals(ranks: Sequence[SpawnProcess]) -> Iterator[list[int]]:
+def forwarded_signals(ranks: Sequence[SpawnProcess]) -> Iterator[list[int]]:
     """A context that forwards SIGINT and SIGTERM to the ranks, a second SIGINT as SIGKILL; yields the received
     signals."""
     came: list[int] = []
@@ -148,7 +148,7 @@ def _forwarded_signals(ranks: Sequence[SpawnProcess]) -> Iterator[list[int]]:
         quit_now = number == signal.SIGINT and number in came
         came.append(signal.SIGKILL if quit_now else number)
         for rank in ranks:
-            _send(rank, came[-1])
+            send(rank, came[-1])
 
     if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
         yield came
@@ -161,16 +161,22 @@ def _forwarded_signals(ranks: Sequence[SpawnProcess]) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _send(rank: SpawnProcess, number: int) -> None:
+def send(rank: SpawnProcess, number: int) -> None:
+    """Sends a signal to a process, unless it has ended."""
     if rank.pid is not None and rank.is_alive():
         os.kill(rank.pid, number)
 
 
-def _raise_reason(failed: Mapping[int, int], folder: Path) -> None:
+def value_of(folder: Path, index: int) -> Any:
+    """What the function of a rank returned, which has ended with status 0."""
+    return pickle.loads((folder / f"value-{index}").read_bytes())
+
+
+def raise_reason(failed: Mapping[int, int], folder: Path) -> None:
     """Raises the reason of a failure: the end of a rank that wrote no error, since others' errors follow from it, else
     the error that was written first.
 
-    Args: failed: as `_run` returns it.
+    Args: failed: as `_run` returns it. folder: where `finish` wrote.
     """
     for index, code in failed.items():
         if code < 0 or not (folder / f"error-{index}").exists():
@@ -191,8 +197,13 @@ def _rank(
     """The main function of a process."""
     end_with_parent(parent)
     take_stops()
+    finish(lambda: _value(fn, index, world, comm, folder, args), index, folder)
+
+
+def finish(compute: Callable[[], Any], index: int, folder: Path) -> NoReturn:
+    """Ends the process of a rank with what it computes, or with its error, in a file of a folder of its launcher."""
     try:
-        _save(_value(fn, index, world, comm, folder, args), folder / f"value-{index}")
+        _save(compute(), folder / f"value-{index}")
     except MMTrainError as error:
         _save((type(error).__name__, str(error)), folder / f"error-{index}")
         leave(2)

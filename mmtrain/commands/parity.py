@@ -1,8 +1,8 @@
 """Whether a layout computes the same as one process: loss, gradient norm and every gradient, on the user's data.
 
 A small job of the layout runs a step on the Trainer's code path, loader to gradients, on processes of this machine
-(gloo, CPU). The one-process model then gets the same batch, in this process; for the parts of a whole vision-language
-model it is transformers' class of the whole one.
+(gloo, CPU). The one-process model then gets the same batch, in this process; for the parts of a whole model it is
+transformers' class of the whole one.
 """
 
 import logging
@@ -36,7 +36,8 @@ from mmtrain.models.reference import ReferenceModel
 from mmtrain.models.whole_reference import WholeModel
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.modules import families, whole_kind
-from mmtrain.trainer import Trainer
+from mmtrain.spec.spec import VocabularyRows
+from mmtrain.training.trainer import Trainer
 
 FLOAT32_TOLERANCE = 1e-4
 """Maximum of the largest difference in a gradient, relative to its largest element."""
@@ -159,7 +160,7 @@ def check_parity(
 
 def synthetic_data(config: Config, folder: Path) -> DataConfig:
     """A data section of synthetic samples in a folder: charts, or text without an encoder; for a DiT clips of moving
-    shapes, or latents of noise."""
+    shapes, or latents of noise; for two towers captioned shapes."""
     section = replace(config.data, sources=[], source="synthetic", split="train", streaming=False, shuffle=True)
     if config.model.dit is not None:
         source = folder / "shapes"
@@ -170,6 +171,11 @@ def synthetic_data(config: Config, folder: Path) -> DataConfig:
         else:
             _write_latents(config, config.model.dit, source)
         return replace(section, source=str(source))
+    if config.model.reads_pairs:
+        from mmtrain.data.toy.pairs import make_pairs
+
+        make_pairs(folder / "pairs", _SYNTHETIC_SAMPLES, config.debug.seed)
+        return replace(section, source=str(folder / "pairs"))
     if config.model.encoder is not None:
         from mmtrain.data.toy.charts import make_charts
 
@@ -221,7 +227,9 @@ def _save_gradients(device: torch.device, config: Config, num_steps: int, folder
     batches = _noise_batches(trainer) if noise else None
     for step, (item, result) in enumerate(driven_steps.gradients(trainer, device, num_steps, batches)):
         gradients: dict[str, Tensor] = {}
+        rows: dict[str, VocabularyRows] = {}
         for chunk in trainer.model.chunks:
+            rows |= chunk.stored_rows
             for name, parameter in chunk.named_parameters():
                 grad = parameter.grad
                 if grad is not None:
@@ -233,6 +241,7 @@ def _save_gradients(device: torch.device, config: Config, num_steps: int, folder
             "grad_norm": result.grad_norm,
             "gradients": gradients,
             "aliases": trainer.model.aliases,
+            "rows": rows,
             "batch": batch,
         }
         torch.save(values, folder / f"step-{step}-rank-{rank}")
@@ -277,12 +286,14 @@ def _compare(
             gradients = {saved["aliases"].get(name, name): grad for name, grad in saved["gradients"].items()}
             seen |= set(gradients)
             known = {name: grad for name, grad in gradients.items() if name in wanted}
-            for one in _errors(known, wanted, low_precision):
+            rows = saved["rows"]
+            theirs = {n: wanted[n][slice(*rows[n][:2])] if n in rows else wanted[n] for n in known}
+            for one in _errors(known, theirs, wanted, low_precision):
                 # NaN is worse than any number, but compares as False.
                 if one.name not in worst or not one.error <= worst[one.name].error:
                     worst[one.name] = one
-            difference = _norm([grad - wanted[name] for name, grad in known.items()])
-            total_error = max(total_error, difference / (_norm(wanted[name] for name in known) + _FLOOR * wanted_norm))
+            difference = _norm([grad - theirs[name] for name, grad in known.items()])
+            total_error = max(total_error, difference / (_norm(theirs.values()) + _FLOOR * wanted_norm))
         steps.append(
             StepParity(
                 loss=saved["loss"], wanted_loss=wanted_loss, grad_norm=saved["grad_norm"], wanted_norm=wanted_norm
@@ -315,12 +326,15 @@ def _reference(
     return loss.item(), {n: torch.zeros_like(w) if w.grad is None else w.grad for n, w in weights.items()}
 
 
-def _errors(gradients: Mapping[str, Tensor], wanted: Mapping[str, Tensor], low_precision: bool) -> list[ParameterError]:
+def _errors(
+    gradients: Mapping[str, Tensor], theirs_of: Mapping[str, Tensor], wanted: Mapping[str, Tensor], low_precision: bool
+) -> list[ParameterError]:
+    """Args: gradients: of one rank. theirs_of: the same of one process. wanted: all of these."""
     largest = max(float(grad.abs().max()) for grad in wanted.values())
     total = _norm(wanted.values())
     out = []
     for name, grad in gradients.items():
-        theirs, norm = wanted[name], _norm([wanted[name]])
+        theirs, norm = theirs_of[name], _norm([theirs_of[name]])
         if low_precision:
             error = _norm([grad - theirs]) / (norm + _FLOOR * total)
         else:
@@ -344,18 +358,22 @@ def describe(config: Config) -> str:
     layout = " x ".join(f"{name} {degree}" for name, degree in shape.divided.items())
     running = families(config.model)
     modules = "; ".join(
-        f"{m.name} {running[m.name]}, {m.num_params:,} parameters in {len(m.layers)} layers" for m in spec.modules
+        f"{m.name} {running[m.name]}, {m.num_params:,} parameters in {len(m.layers)} layers"
+        for m in spec.modules
+        if m.name in running
     )
     training = config.training
     size = f"{training.seq_len} tokens"
     if config.model.dit is not None:
         size = f"up to {config.data.max_clips} clips, captions of up to {size}"
-    whole = whole_kind(config.model)
+    if config.model.reads_pairs:
+        size = f"up to {config.data.max_pairs} pairs, captions of up to {size}"
+    whole, call = whole_kind(config.model), "group of pairs" if config.model.reads_pairs else "document"
     return (
         f"layout  {layout or 'one rank'}: {shape.world_size} processes (gloo, CPU), "
         f"schedule {section.pipeline_parallel_schedule}, {training.mixed_precision_param}\n"
         f"job     made small: {modules}; {training.global_batch_size} microbatches of {size}"
-        + (f"\ntruth   the class of transformers for the whole {whole}, one call a document" if whole else "")
+        + (f"\ntruth   the class of transformers for the whole {whole}, one call a {call}" if whole else "")
     )
 
 

@@ -47,7 +47,7 @@ def _plan(args: argparse.Namespace) -> int:
     import time
 
     from mmtrain.costs.noise import MOST, Noise
-    from mmtrain.planner.bound import lower_bound_s
+    from mmtrain.planner.memory_bound import over_bounds
     from mmtrain.planner.plan import make_plan
     from mmtrain.planner.plan_json import plan_to_json
     from mmtrain.planner.search.search import warm
@@ -94,8 +94,7 @@ def _plan(args: argparse.Namespace) -> int:
     if not result.has_plan:
         print(f"{args.problem}: no plan: {result.message}")
         return 1
-    makespan, bound = result.makespan_s, lower_bound_s(problem)
-    gap = f", {100 * (makespan / bound - 1):.2f} % over the lower bound {bound:.6g} s" if bound > 0 else ""
+    makespan, gap = result.makespan_s, over_bounds(result.makespan_s, problem)
     print(f"{result.status}: {result.message}")
     mean = f", mean over draws {result.expected_s:.6g} s" if result.expected_s else ""
     print(f"makespan {makespan:.6g} s{gap}{mean}; bubble {100 * result.timeline.bubble:.2f} %")

@@ -41,7 +41,7 @@ def _profile(args: argparse.Namespace) -> int:
 
     from mmtrain.costs.operators.hardware import load_hardware
     from mmtrain.errors import ConfigError
-    from mmtrain.simulator.job import make_job
+    from mmtrain.simulator.job import job_spec, make_job
 
     for name, value in (("--rounds", args.rounds), ("--steps", args.steps), ("--samples", args.samples)):
         if value is not None and value < 1:
@@ -60,8 +60,13 @@ def _profile(args: argparse.Namespace) -> int:
     if args.samples is not None:
         return _samples(job, args.samples, args.workload, out)
     hardware = args.hardware or job.planner.hardware
-    job = replace(job, planner=replace(job.planner, hardware="", profile=""))
-    spec = make_job(job).spec  # raises if a model cannot be built, cut or divided
+    job = replace(
+        job,
+        planner=replace(job.planner, hardware="", profile=""),
+        parallelism=replace(job.parallelism, vocabulary_parallel="tensor"),  # layers are measured whole
+    )
+    # Raises if a model cannot be built, cut or divided.
+    spec = job_spec(job) if job.elastic.enable else make_job(job).spec
     if hardware:
         load_hardware(hardware)  # raises if it does not exist
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -44,7 +44,7 @@ from mmtrain.parallel.stage import ModalityStage
 from mmtrain.simulator.profiling.measurements import NUM_BLOCKS, assemble
 from mmtrain.simulator.profiling.probing import CUTS, REPEATS, Cut, probing_job, small_job
 from mmtrain.simulator.profiling.samples import Samples, StepSample, slowest
-from mmtrain.trainer import Trainer
+from mmtrain.training.trainer import Trainer
 
 MESSAGE_BYTES = tuple(4**k for k in range(5, 13))
 """Sizes of the measured transfers: 1 KiB to 16 MiB."""

@@ -12,37 +12,40 @@ import logging
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mmtrain.checkpoint.run_folder import StoredRun, load_decoder, load_module, open_run
+from mmtrain.checkpoint.run_folder import Step, StoredRun, Weights, load_decoder, load_module, open_run
 from mmtrain.config.config import Config
-from mmtrain.data.clip_images import enlarged, save_gif, sheet
+from mmtrain.data.clip_images import save_gif, sheet, shown_frames, some_of
 from mmtrain.data.tokenizer import job_tokenizer
+from mmtrain.data.toy.easy_judge import PROMPTS, Verdict, judge
+from mmtrain.data.toy.shape_clips import EASY_BUCKET
+from mmtrain.data.toy.shapes import is_easy
 from mmtrain.errors import ConfigError, MMTrainError
 from mmtrain.launch.whole_files import new_folder
-from mmtrain.modality.buckets import VideoGeometry, check_video, clip_seed, video_geometry
+from mmtrain.modality.buckets import VideoGeometry, check_video, default_bucket, video_geometry
 from mmtrain.models.chunk import LanguageChunk
-from mmtrain.models.denoising import denoise, encode_prompts
+from mmtrain.models.denoising import (
+    GUIDANCE,
+    NUM_STEPS,
+    denoise,
+    encode_prompts,
+    predictor,
+    start_noise,
+    to_pixels,
+)
 from mmtrain.models.diffusion import NUM_TIMESTEPS, make_scheduler, null_token
 from mmtrain.models.dit import DitChunk
 from mmtrain.observe.job_summary import few_clips
 from mmtrain.spec.shapes import dit_shape
 
 logger = logging.getLogger("mmtrain")
-
-GUIDANCE = 3.0
-"""Default for a job that trained with hidden captions."""
-
-_SHEET_FRAMES = 16
-"""Most frames of one clip on the sheet."""
-_LEAST_SIDE = 96
-"""Least longer side of an image in pixels: smaller clips are enlarged."""
 
 Progress = Callable[[int, int], None]
 """Called with (steps done, number of steps)."""
@@ -59,13 +62,15 @@ class Wanted:
     height: int | None = None
     width: int | None = None
     """In latents, which are pixels if they have 3 channels; with a VAE in pixels. None: as `default_bucket`."""
-    num_steps: int = 30
+    num_steps: int = NUM_STEPS
     guidance: float | None = None
     """1: no guidance. None: `GUIDANCE`, or 1 if the job hid no captions."""
     num_samples: int = 1
     """Clips of each prompt."""
     seed: int = 0
     """Seed of the noise."""
+    judged: bool = False
+    """Whether to judge the clips by their pixels, of a job that learns the easy level of moving shapes."""
 
     def __post_init__(self) -> None:
         if not self.prompts:
@@ -86,11 +91,14 @@ class Sampled:
 
     step: int
     """Step of the checkpoint."""
+    weights: Weights
     shape: tuple[int, int, int, int]
     """Channels, frames, height and width of the clips."""
     guidance: float
     files: tuple[str, ...]
     """One a clip, ordered by prompt; then the sheet, if the clips are images."""
+    verdict: Verdict | None
+    """Of clips that were to be judged."""
 
     @property
     def is_pixels(self) -> bool:
@@ -103,7 +111,8 @@ def sample(
     out: Path,
     wanted: Wanted,
     *,
-    step: int | None = None,
+    step: Step | None = None,
+    weights: Weights | None = None,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
 ) -> Sampled:
@@ -111,14 +120,17 @@ def sample(
 
     Args:
         folder: a job's dump folder, with config.toml and checkpoints.
-        step: of the checkpoint; None: the newest complete one.
+        step: of the checkpoint, see `open_run`; None: the newest complete one.
+        weights: None: averages, if the checkpoint has any.
     Raises:
         ConfigError: `out` exists, `folder` is no dump folder of a text-to-video job, no such checkpoint, or the model
             does not support a prompt or size.
         MMTrainError: the model produces values that are not finite.
     """
-    run = open_run(folder, step)
+    run = open_run(folder, step, weights=weights)
     question = _resolved(run, wanted)
+    if wanted.judged:
+        _check_judged(run, wanted, question.shape)
     clips = run.checkpoint.state.get("clips")
     if few := few_clips(run.job, clips if isinstance(clips, int) else None):
         logger.warning("%s", few)
@@ -135,25 +147,45 @@ def sample(
         channels, frames, height, width = clips.shape[1:]
         made = Sampled(
             step=run.step,
+            weights=run.weights,
             shape=(channels, frames, height, width),
             guidance=question.guidance,
             files=tuple(files),
+            verdict=_judged(clips, wanted) if wanted.judged else None,
         )
         (aside / "samples.json").write_text(_record(run.job, wanted, made), encoding="utf-8")
     return made
 
 
-def to_pixels(latents_CFHW: Tensor) -> npt.NDArray[np.uint8] | None:
-    """[F, H, W, 3] of latents that are pixels from -1 to 1; None: they are no pixels."""
-    if len(latents_CFHW) != 3:
-        return None
-    levels = ((latents_CFHW.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
-    return np.ascontiguousarray(levels.permute(1, 2, 3, 0).numpy())
+def _check_judged(run: StoredRun, wanted: Wanted, shape: tuple[int, ...]) -> None:
+    """Refuses clips whose pixels nothing is known about. Args: shape: channels, frames, height and width."""
+    source = run.job.data.source
+    if not is_easy(Path(source)):
+        raise ConfigError(
+            f"sample: --judge knows the pixels of the easy level of moving shapes alone, and data.source = {source!r} "
+            "of this run is no such folder (`mmtrain data shapes OUT --level easy`); leave it out"
+        )
+    for prompt in wanted.prompts:
+        if prompt not in PROMPTS:
+            raise ConfigError(
+                f"sample: --judge with --prompt {_shown(prompt)}, which is no caption of the data, such as "
+                f"{PROMPTS[0]!r}; leave --prompt out, for all {len(PROMPTS)} of them"
+            )
+    if shape[1:] != EASY_BUCKET:
+        raise ConfigError(
+            f"sample: --judge with clips of {_sides(shape[1:])}, but those of the data are {_sides(EASY_BUCKET)}; name "
+            "this size with --frames, --height and --width"
+        )
 
 
-def default_bucket(geometry: VideoGeometry) -> tuple[int, int, int]:
-    """Frames, height and width of the bucket nearest to half of the longest one, with the first aspect."""
-    return min(geometry.frames, key=lambda count: abs(2 * count - geometry.frames[0])), *geometry.sizes[0]
+def _sides(bucket: Sequence[int]) -> str:
+    frames, height, width = bucket
+    return f"{frames} frames of {width} x {height}"
+
+
+def _judged(clips_NCFHW: Tensor, wanted: Wanted) -> Verdict:
+    pixels = [to_pixels(clip) for clip in clips_NCFHW]
+    return judge([clip for clip in pixels if clip is not None], _of_clips(wanted))
 
 
 # ------------------------------------------------------------------------------------------ question
@@ -279,17 +311,15 @@ def _latents(
     """
     texts = [ids.to(device) for ids in (*question.prompts, *(question.others or ()))]
     states = [state for state in _states(run, texts, device) for _ in range(wanted.num_samples)]
-    noise = torch.stack([_noise(question.shape, wanted.seed, k) for k in range(wanted.num_samples)])
+    noise = torch.stack([start_noise(question.shape, wanted.seed, k) for k in range(wanted.num_samples)])
     noise = noise.repeat(len(wanted.prompts), 1, 1, 1, 1).to(device)
     dit = load_module(run, "dit", device).eval()
     assert isinstance(dit, DitChunk)
     return denoise(
-        dit,
+        predictor(dit, states),
         make_scheduler(run.job.diffusion),
         noise,
-        states[: len(noise)],
-        states[len(noise) :] or None,
-        guidance=question.guidance,
+        guidance=question.guidance if question.others else None,
         num_steps=wanted.num_steps,
         progress=progress,
     ).cpu()
@@ -312,11 +342,6 @@ def _states(run: StoredRun, texts: Sequence[Tensor], device: torch.device) -> li
     assert isinstance(chunk, LanguageChunk)
     states: list[Tensor] = encode_prompts(chunk, texts)
     return states
-
-
-def _noise(shape: tuple[int, int, int, int], seed: int, index: int) -> Tensor:
-    """[C, F, H, W] drawn on the CPU, so that all devices start from equal noise."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(clip_seed(seed, 0, 0, index)))
 
 
 # ------------------------------------------------------------------------------------------- writing
@@ -351,10 +376,9 @@ def _write(folder: Path, fps: float, wanted: Wanted, clips_NCFHW: Tensor) -> lis
             np.save(folder / files[-1], clip.numpy())
             continue
         files.append(f"{name}.gif")
-        images = enlarged(pixels, math.ceil(_LEAST_SIDE / max(pixels.shape[1:3])))
+        images = shown_frames(pixels)
         save_gif(folder / files[-1], images, fps)
-        indices = np.linspace(0, len(images) - 1, min(len(images), _SHEET_FRAMES)).round().astype(int)
-        rows.append((prompt, [images[index] for index in indices]))
+        rows.append((prompt, some_of(images)))
     if rows:
         files.append("sheet.png")
         sheet(rows).save(folder / files[-1])
@@ -363,8 +387,9 @@ def _write(folder: Path, fps: float, wanted: Wanted, clips_NCFHW: Tensor) -> lis
 
 def _record(job: Config, wanted: Wanted, made: Sampled) -> str:
     clips = zip(_of_clips(wanted), made.files, strict=False)  # the sheet shows them all
-    table = {
+    table: dict[str, Any] = {
         "step": made.step,
+        "weights": made.weights,
         "seed": wanted.seed,
         "num_steps": wanted.num_steps,
         "guidance": made.guidance,
@@ -373,4 +398,6 @@ def _record(job: Config, wanted: Wanted, made: Sampled) -> str:
         "fps": job.data.fps,
         "clips": [{"prompt": prompt, "file": file} for prompt, file in clips],
     }
+    if made.verdict is not None:
+        table["verdict"] = asdict(made.verdict)
     return json.dumps(table, indent=1, ensure_ascii=False) + "\n"

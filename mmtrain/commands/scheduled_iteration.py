@@ -215,7 +215,7 @@ def _plan(
 
     method = JobMethod.searching(schedule, section, seed=search.seed) if search and section else schedule
     result = make_plan(problem, method)
-    return Planned(schedule.name, result, lower or (lambda plan: lowering.lower(plan, problem, sharded=False)))
+    return Planned(schedule.name, result, lower or (lambda plan: lowering.lower(plan, result.problem, sharded=False)))
 
 
 def chain_costs(text: str | None) -> dict[str, Any]:

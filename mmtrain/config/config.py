@@ -4,11 +4,11 @@ One frozen dataclass a TOML section; under each field its meaning and unit. Load
 value and never ignores one: an unknown key, a wrong type, a value outside of its choices or a
 missing key is refused with its dotted path. Nothing here imports torch.
 
-The sections are in `model.py`, `data.py`, `assignment.py`, `planner.py` and `sections.py`; the rules among them are
-here, and those of the planner with its section.
+The sections are in `model.py`, `data.py`, `assignment.py`, `planner.py`, `elastic.py` and `sections.py`; the rules
+among them are here, those between model and data in `content.py`, those of planner and elastic jobs with their
+sections.
 """
 
-import difflib
 import functools
 import os
 import re
@@ -19,9 +19,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mmtrain.config.assignment import AssignmentConfig
+from mmtrain.config.content import check_clips, check_content, check_pairs
 from mmtrain.config.data import DataConfig, DiffusionConfig, TokenizerConfig
-from mmtrain.config.model import LoRAConfig, ModelConfig, ProjectorConfig, placeholder, projector_name, section_of
+from mmtrain.config.elastic import ElasticConfig, check_elastic
+from mmtrain.config.figures import LOWEST
+from mmtrain.config.foreign_keys import explained
+from mmtrain.config.model import LoRAConfig, ModelConfig, projector_name
 from mmtrain.config.module_tables import short_form
+from mmtrain.config.optimizer import LRSchedulerConfig, OptimizerConfig
 from mmtrain.config.planner import PlannerConfig, check_planner
 from mmtrain.config.sections import (
     ActivationCheckpointConfig,
@@ -29,17 +34,23 @@ from mmtrain.config.sections import (
     CommConfig,
     DebugConfig,
     JobConfig,
-    LRSchedulerConfig,
     MetricsConfig,
-    OptimizerConfig,
     ParallelismConfig,
     TrainingConfig,
     ValidationConfig,
 )
-from mmtrain.config.toml_sections import apply_override, at_home, build, dump_table, read_with_bases, shown, to_dict
+from mmtrain.config.toml_sections import (
+    apply_override,
+    at_home,
+    build,
+    dump_table,
+    read_with_bases,
+    shown,
+    to_dict,
+)
 from mmtrain.config.topology import JobLayout
 from mmtrain.config.whole_model import with_parts
-from mmtrain.errors import ConfigError
+from mmtrain.errors import ConfigError, nearest
 
 T = TypeVar("T")
 
@@ -64,6 +75,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     comm: CommConfig = field(default_factory=CommConfig)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
 
     @property
@@ -75,7 +87,7 @@ class Config:
 
     @property
     def regathered(self) -> frozenset[str]:
-        """Modules whose parameters FSDP2 gathers before each use, not once a step.
+        """Modules of the config whose parameters FSDP2 gathers before each use, not once a step.
 
         Not an encoder whose ranks take different images: one that has none would not gather, and the others wait.
         """
@@ -134,6 +146,20 @@ def of_pipeline(config: Config, index: int) -> Config:
     )
 
 
+def with_depths(config: Config, depths: typing.Sequence[int]) -> Config:
+    """An elastic job on some pipelines, as an ordinary job that can be dumped and loaded by itself.
+
+    The file of a run is that of the elastic job, not of this one.
+
+    Args: depths: [pipeline] -> its pipeline ranks.
+    Raises: ConfigError: the job cannot have such pipelines.
+    """
+    parallelism = replace(config.parallelism, pipelines=list(depths))
+    changed = replace(config, elastic=ElasticConfig(), parallelism=parallelism)
+    check(changed)
+    return changed
+
+
 def each_pipeline(config: Config, make: Callable[[Config], T]) -> tuple[T, ...]:
     """[pipeline] -> what is made of its job; those of equal depth have it in common.
 
@@ -168,6 +194,23 @@ def uses_fsdp(shape: JobLayout, training: TrainingConfig, *, data_encoder: bool 
     return spread or low_precision or training.enable_cpu_offload
 
 
+def _check_masters(config: Config) -> None:
+    training = config.training
+    if training.master_weights == "all":
+        return
+    if training.mixed_precision_param != "bfloat16":
+        raise ConfigError(
+            f'training.master_weights = "{training.master_weights}" holds weights in bfloat16, but '
+            'training.mixed_precision_param = "float32" computes in float32; set that to "bfloat16", or master_weights '
+            'to "all"'
+        )
+    if training.master_weights == "none" and config.optimizer.ema_decay:
+        raise ConfigError(
+            f'training.master_weights = "none" with optimizer.ema_decay = {config.optimizer.ema_decay}: averages in '
+            'bfloat16 would not move; set ema_decay = 0.0, or master_weights to "all" or "trained"'
+        )
+
+
 def check(config: Config) -> None:
     """Refuses sections that do not fit together; changes nothing.
 
@@ -181,25 +224,28 @@ def check(config: Config) -> None:
             f"data-parallel replicas, each of which needs one; make it at least {dp}"
         )
     _check_assignment(config)
+    _check_masters(config)
     if config.training.seq_len < parallelism.context_parallel_degree:
         raise ConfigError(
             f"training.seq_len = {config.training.seq_len} tokens cannot be divided by "
             f"parallelism.context_parallel_degree = {parallelism.context_parallel_degree} ranks; lower the degree"
         )
-    if config.training.steps < config.lr_scheduler.warmup_steps:
-        raise ConfigError(
-            f"lr_scheduler.warmup_steps = {config.lr_scheduler.warmup_steps} is more than "
-            f"training.steps = {config.training.steps}; lower it"
-        )
+    _check_epochs(config)
+    _check_best(config)
     if config.checkpoint.load_step >= 0 and not config.checkpoint.enable:
         raise ConfigError(
             f"checkpoint.load_step = {config.checkpoint.load_step}, but checkpoint.enable = false; set it to true"
         )
+    if config.validation.weights == "ema" and not config.optimizer.ema_decay:
+        raise ConfigError(
+            'validation.weights = "ema", but optimizer.ema_decay = 0.0, so there are no averages; set it, such as to '
+            '0.999, or validation.weights to "trained"'
+        )
     modules = list(config.model.cut_modules.values())
-    projector = any(config.model.projector_of(name).trainable for name in config.model.encoders)
-    if not projector and not any(module.trainable for module in modules):
+    trained = [module.trainable for module in (*modules, *map(config.model.projector_of, config.model.encoders))]
+    if not any(trained):
         raise ConfigError("model: every module has trainable = false, so there is nothing to train; change one")
-    if config.model.lora != LoRAConfig() and not any(module.trainable == "lora" for module in modules):
+    if config.model.lora != LoRAConfig() and "lora" not in trained:
         raise ConfigError('[model.lora] is set, but no module has trainable = "lora"; set one, or remove the section')
     parts = [*config.model.sections, *map(projector_name, config.model.encoders)]
     for group in config.optimizer.groups:
@@ -215,14 +261,114 @@ def check(config: Config) -> None:
             "1 (context parallelism still shards, and data_parallel_replicate_degree adds replicas)"
         )
     _check_encoder_parallelism(config)
-    _check_data(config)
-    _check_dit(config)
+    check_content(config.model, config.data, config.tokenizer)
+    check_clips(
+        config.model,
+        config.diffusion,
+        data=config.data,
+        training=config.training,
+        validation=config.validation,
+        parallelism=parallelism,
+    )
+    check_pairs(
+        config.model,
+        training=config.training,
+        parallelism=parallelism,
+        assignment=config.assignment,
+        elastic=config.elastic,
+        validation=config.validation,
+    )
+    _check_vocabulary(config)
+    check_elastic(
+        config.elastic,
+        model=config.model,
+        training=config.training,
+        parallelism=parallelism,
+        checkpoint=config.checkpoint,
+        comm=config.comm,
+    )
     each_pipeline(config, _check_planner)
+
+
+def _check_epochs(config: Config) -> None:
+    """Refuses a warm-up longer than the job, and epochs of data that have none."""
+    steps, data = config.training.steps, config.data
+    if 0 < steps < config.lr_scheduler.warmup_steps:
+        raise ConfigError(
+            f"lr_scheduler.warmup_steps = {config.lr_scheduler.warmup_steps} is more than "
+            f"training.steps = {steps}; lower it"
+        )
+    validation, checkpoint = config.validation, config.checkpoint
+    in_epochs = [f"training.epochs = {config.training.epochs:g}"] if config.training.epochs else []
+    in_epochs += [f"validation.freq = {shown(validation.freq)}"] if validation.every.epochs else []
+    in_epochs += [f"checkpoint.interval = {shown(checkpoint.interval)}"] if checkpoint.every.epochs else []
+    if in_epochs and data.streaming:
+        raise ConfigError(
+            f"{in_epochs[0]} with data.streaming = true: the number of samples of a stream is not known, so it has no "
+            "epochs; count in steps, or set streaming to false"
+        )
+    if in_epochs and data.sources:
+        raise ConfigError(
+            f"{in_epochs[0]} with data.sources: sources that are mixed by weight end at different times, so they have "
+            "no epoch together; count in steps, or use one data.source"
+        )
+    for key, value in {"training.epochs": config.training.epochs, "validation.patience": validation.patience}.items():
+        if value and config.elastic.enable:
+            raise ConfigError(
+                f"{key} = {value:g} with elastic.enable = true: nodes that wait for a place count steps to the end of "
+                "the job, which must be known; set training.steps alone"
+            )
+
+
+def _check_best(config: Config) -> None:
+    """Refuses a best checkpoint by a figure that no validation has."""
+    key, validation = config.checkpoint.keep_best, config.validation
+    name = config.checkpoint.figure.name
+    if not key:
+        return
+    lacks = {
+        "validation.enable = false": not validation.enable,
+        "validation.generate = 0": name == "exact_match" and not validation.generate,
+        "[model.dit]": name == "accuracy" and config.model.dit is not None,
+        'validation.metric = ""': name not in LOWEST and not validation.metric,
+    }
+    for what, true in lacks.items():
+        if true:
+            raise ConfigError(
+                f"checkpoint.keep_best = {shown(key)} with {what}: no validation has this figure; change one of the two"
+            )
+
+
+def _check_vocabulary(config: Config) -> None:
+    """Refuses to divide the vocabulary over the pipeline ranks where that is not built, or nobody would decide it."""
+    parallelism, planner, how = config.parallelism, config.planner, config.parallelism.vocabulary_parallel
+    if how == "tensor":
+        return
+    key = f'parallelism.vocabulary_parallel = "{how}"'
+    if config.model.dit is not None:
+        raise ConfigError(f'{key} with [model.dit]: a text encoder predicts no tokens and has no head; set "tensor"')
+    if config.elastic.enable or parallelism.pipelines:
+        other = "elastic.enable = true" if config.elastic.enable else "parallelism.pipelines"
+        raise ConfigError(
+            f"{key} with {other}: pipelines of unequal depth would hold different parts of the vocabulary, which is "
+            'not built; set "tensor"'
+        )
+    if planner.placement == "replicated":
+        raise ConfigError(f'{key} with planner.placement = "replicated", a baseline without it; set "tensor"')
+    if how == "search" and (planner.partition != "search" or planner.placement not in ("spread", "search")):
+        name = "partition" if planner.partition != "search" else "placement"
+        raise ConfigError(
+            f'{key} with planner.{name} = "{getattr(planner, name)}": only a search of the partition decides about the '
+            f'vocabulary; set "tensor" or "pipeline", or planner.{name} = "search"'
+        )
 
 
 def _check_planner(config: Config) -> None:
     """Refuses a plan that the job of a pipeline cannot have."""
-    check_planner(config.planner, config.model, config.parallelism, config.activation_checkpoint, config.comm)
+    parallelism = config.parallelism
+    if config.elastic.enable and config.planner.placement != "spread":
+        parallelism = replace(parallelism, pipeline_parallel_degree=2)  # the least, which its pipelines will have
+    check_planner(config.planner, config.model, parallelism, config.activation_checkpoint, config.comm)
 
 
 def _check_assignment(config: Config) -> None:
@@ -257,105 +403,6 @@ def _check_assignment(config: Config) -> None:
 
 LEAST_SAMPLE_TOKENS = 2
 """A question and a token to predict."""
-
-
-VIDEO_KEYS = (
-    "fps",
-    "max_seconds",
-    "max_total_seconds",
-    "max_clips",
-    "video_area",
-    "video_aspects",
-    "video_frames",
-)
-"""Keys of [data] that only clips follow."""
-CONVERSATION_VIDEO_KEYS = (
-    "video_fps",
-    "video_min_frames",
-    "video_max_frames",
-    "video_min_pixels",
-    "video_max_pixels",
-)
-"""Keys of [data] that only videos of conversations follow."""
-IMAGE_KEYS = ("image_processor", "min_pixels", "max_pixels", "blank_images", "blank_audio", *CONVERSATION_VIDEO_KEYS)
-"""Keys of [data] that only images, videos and sounds of conversations follow."""
-
-
-def _check_data(config: Config) -> None:
-    """Refuses keys of the data that this kind of job would ignore."""
-    video = config.model.dit is not None
-    default = DataConfig(source="any")
-    for name in IMAGE_KEYS if video else VIDEO_KEYS:
-        value = getattr(config.data, name)
-        if value != getattr(default, name):
-            why = "a job with [model.dit] reads video clips" if video else "a job without [model.dit] reads no clips"
-            raise ConfigError(f"data.{name} = {shown(value)} has no effect: {why}; remove it")
-    if config.data.blank_audio and not any(section.kind == "audio" for section in config.model.modules.values()):
-        raise ConfigError("data.blank_audio = true has no effect: the model has no encoder of sound; remove it")
-    for key in ("image_token", "video_token"):
-        for name, section in config.model.modules.items():
-            if (token := placeholder(name, section)) == getattr(config.tokenizer, key):
-                raise ConfigError(
-                    f"{section_of(name)}.token = {shown(token)} is tokenizer.{key}, too; give each its own token"
-                )
-    if video and config.tokenizer.chat_template:
-        value = shown(config.tokenizer.chat_template)
-        raise ConfigError(f"tokenizer.chat_template = {value} has no effect: captions are no conversations; remove it")
-
-
-def _check_dit(config: Config) -> None:
-    """Refuses what does not go with a text-to-video model."""
-    model = config.model
-    _check_caption_control(config)
-    if model.dit is None:
-        if model.vae is not None:
-            raise ConfigError("[model.vae] is set, but there is no [model.dit] that reads its latents; add one")
-        if config.diffusion != DiffusionConfig():
-            raise ConfigError("[diffusion] is set, but there is no [model.dit], which it is about; remove the section")
-        return
-    if config.validation.generate:
-        raise ConfigError(
-            f"validation.generate = {config.validation.generate}, but a job with [model.dit] makes clips, not answers; "
-            "set it to 0 (`mmtrain sample` makes clips of a run)"
-        )
-    if model.encoder is not None:
-        raise ConfigError(
-            "[model.dit] and [model.encoder] are both set, but a text-to-video model reads prompts and latents alone; "
-            "remove one of the two"
-        )
-    if model.projector != ProjectorConfig():
-        raise ConfigError("[model.projector] has no effect with [model.dit], which projects the text itself; remove it")
-    if model.language.attention_mask != "causal":
-        raise ConfigError(
-            f'model.language.attention_mask = "{model.language.attention_mask}" has no effect with [model.dit]: the '
-            "text encoder reads prompts, without images or answers; remove it"
-        )
-    if config.parallelism.fsdp_reshard_after_forward == "always":
-        raise ConfigError(
-            'parallelism.fsdp_reshard_after_forward = "always" with [model.dit]: a block of the DiT runs once for each '
-            'clip, and would gather its parameters as often; set "step"'
-        )
-    if config.parallelism.context_parallel_degree > 1:
-        raise ConfigError(
-            f"parallelism.context_parallel_degree = {config.parallelism.context_parallel_degree} with [model.dit]: the "
-            "frames of a clip are not divided yet; set it to 1, and use tensor, pipeline or data parallelism"
-        )
-
-
-def _check_caption_control(config: Config) -> None:
-    """Refuses a control that would not be done, or could show nothing."""
-    if not config.validation.shuffled_captions:
-        return
-    key = "validation.shuffled_captions = true"
-    if config.model.dit is None:
-        raise ConfigError(f"{key}, but there is no [model.dit], so there is no caption; remove it")
-    dp = config.parallelism.layout.dp
-    if config.data.max_clips == 1 and config.training.global_batch_size < 2 * dp:
-        raise ConfigError(
-            f"{key}, but a replica has one clip a step (data.max_clips = 1, training.global_batch_size = "
-            f"{config.training.global_batch_size} over {dp} replicas), so there is no other caption; remove it or "
-            "raise one of the two"
-        )
 
 
 def _check_encoder_parallelism(config: Config) -> None:
@@ -395,17 +442,21 @@ def load(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
     Raises: ConfigError: with file, dotted key, value, rule and what to change.
     """
     found = find_file(path)
-    try:
+    with explained(str(found)):
         table = read_with_bases(found, ())
         for override in overrides:
             apply_override(table, override)
         if isinstance(job := table.setdefault("job", {}), dict):
             job.setdefault("dump_folder", f"outputs/{found.stem}")
+    return of_table(table, str(found))
+
+
+def of_table(table: dict[str, Any], where: str) -> Config:
+    """The checked configuration of a table of TOML. Args: where: what it is, for errors. Raises: ConfigError."""
+    with explained(where):
         if isinstance(table.get("model"), dict):
-            table["model"] = short_form(table["model"], str(found))
-        config: Config = build(Config, with_parts(table, str(found)), "", str(found))
-    except RecursionError:
-        raise ConfigError(f"{found}: tables are nested hundreds deep; write them flatter") from None
+            table = {**table, "model": short_form(table["model"], where)}
+        config: Config = build(Config, with_parts(table, where), "", where)
     check(config)
     return config
 
@@ -426,7 +477,7 @@ def find_file(path: str | Path) -> Path:
             if os.path.isfile(folder / direct):
                 return folder / direct
     known = sorted({p.name for folder in folders if folder.is_dir() for p in folder.glob("*.toml")})
-    near = difflib.get_close_matches(direct.name, known, 1)
+    near = nearest(direct.name, known)
     hint = f"did you mean {near[0]}?" if near else f"configs/ has {', '.join(known) or 'no file'}"
     raise ConfigError(f"config file {shown(str(path))} does not exist; {hint}")
 

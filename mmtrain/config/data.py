@@ -87,7 +87,7 @@ class SourceConfig:
     weight: float
     """Share of the samples that are of this source, relative to the weights of the others; above 0."""
     name: str = ""
-    """Its name in logs and metrics; empty: the last part of its source."""
+    """Its name in logs and metrics; empty: the last part of its source, or its split if that is a list of data sets."""
     split: str = ""
     """Split to train on; empty: data.split."""
 
@@ -107,7 +107,8 @@ class SourceConfig:
     @property
     def label(self) -> str:
         """Its name, given or not."""
-        return self.name or PurePath(self.source).name
+        path = PurePath(self.source)
+        return self.name or (self.split if path.name == "dataset_info.json" else "") or path.name
 
 
 _SOURCE_NAME = re.compile(r"[\w.-]{1,100}")
@@ -119,13 +120,16 @@ class DataConfig:
 
     source: FilePath = ""
     """Hugging Face dataset id, a folder, or a .parquet, .jsonl or .json file: conversations in one of the forms of
-    docs/data.md; with [model.dit] clips."""
+    docs/data.md; with [model.dit] clips. A dataset_info.json of LLaMA-Factory: split names one of its entries."""
     sources: list[SourceConfig] = field(default_factory=list)
     """Several sources instead, each a table [[data.sources]]."""
     split: str = "train"
     """Split to train on."""
     validation_split: str = "validation"
     """Split to validate on."""
+    validation_part: float = 0.0
+    """Validate on this part of the samples of data.split instead, which are then not trained on: 0.1 takes every tenth
+    sample of each source, in its order. 0: the validation split is one of the source."""
     streaming: bool = False
     """Read without an index; needs shuffle = false, since a shuffle buffer cannot be resumed exactly."""
     shuffle: bool = True
@@ -134,7 +138,7 @@ class DataConfig:
     """A sample that cannot be read (corrupt image, images and tokens that disagree): stop, or drop it and count it."""
     too_long: Literal["raise", "skip", "truncate"] = "raise"
     """A sample (or caption) of more than training.seq_len tokens: stop, drop and count it, or cut its end (text-only
-    samples and captions)."""
+    samples and captions). With [model.contrast] captions are always cut, as by the tower's class."""
     num_workers: int = 1
     """Background processes that prepare batches; 0: in the training process."""
     prefetch: int = 2
@@ -181,6 +185,8 @@ class DataConfig:
     """All clips of one microbatch together."""
     max_clips: int = 8
     """Clips of one microbatch."""
+    max_pairs: int = 64
+    """Pairs of an image and its caption in one microbatch, with [model.contrast]."""
     video_area: int = 65536
     """Pixels of one frame, about: frames are resized to sizes of this area, multiples of the DiT's patch."""
     video_aspects: list[str] = field(default_factory=lambda: ["1:1", "4:3", "3:4", "16:9", "9:16"])
@@ -198,7 +204,7 @@ class DataConfig:
         not_empty("data", self, "split", "validation_split")
         at_most("data", self, num_workers=MOST_WORKERS, prefetch=1024)
         at_least("data", self, num_workers=0, prefetch=1, min_pixels=0, max_pixels=0)
-        at_least("data", self, max_clips=1, video_area=1, max_decoded_pixels=1, max_text_bytes=1)
+        at_least("data", self, max_clips=1, max_pairs=1, video_area=1, max_decoded_pixels=1, max_text_bytes=1)
         if self.max_media_bytes < 1:
             raise ConfigError(f"data.max_media_bytes = {self.max_media_bytes}; it must be at least 1")
         rates = (("fps", 0.001, 1000.0), ("video_fps", 0.001, 1000.0), ("max_seconds", 0.001, 86400.0))
@@ -234,12 +240,30 @@ class DataConfig:
                 "resume and would lose and repeat samples; set data.shuffle = false or data.streaming = false"
             )
         at_least("data", self, video_min_frames=1, video_min_pixels=0, video_max_pixels=0)
+        self._check_validation_part()
         bounds = [("video_max_frames", "video_min_frames")]
         for upper, lower in [*bounds, *([("max_pixels", "min_pixels")] if self.max_pixels else [])]:
             if getattr(self, upper) < getattr(self, lower):
                 raise ConfigError(
                     f"data.{upper} = {getattr(self, upper)} is below data.{lower} = {getattr(self, lower)}; raise it"
                 )
+
+    def _check_validation_part(self) -> None:
+        at_least("data", self, validation_part=0.0)
+        if self.validation_part >= 1:
+            raise ConfigError(
+                f"data.validation_part = {self.validation_part}; it must be below 1, or no sample is left to train on"
+            )
+        if self.validation_part and self.streaming:
+            raise ConfigError(
+                f"data.validation_part = {self.validation_part} with data.streaming = true: a stream has no number of "
+                "samples to divide; set streaming = false, or validation_part = 0 and name a validation split"
+            )
+        if self.validation_part and self.split == self.validation_split:
+            raise ConfigError(
+                f"data.validation_part = {self.validation_part}, but data.split and data.validation_split are both "
+                f"{shown(self.split)}, so nothing tells the two parts apart; give validation_split another name"
+            )
 
     def _check_sources(self) -> None:
         if self.source and self.sources:

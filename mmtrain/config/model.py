@@ -1,11 +1,13 @@
 """[model]: the modality modules, each with its section."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from mmtrain.config.bounds import at_least, at_most
+from mmtrain.config.layer_ranges import check_ranges
 from mmtrain.config.toml_sections import FilePath, shown
 from mmtrain.errors import ConfigError
 
@@ -19,6 +21,9 @@ ProjectorName = Literal["mlp", "native", "llava", "linear"]
 
 WHOLE_PROJECTORS: Mapping[str, ProjectorName] = {"llava": "llava"}
 """`model_type` of a whole model that sees -> the kind of its projector, if that is not its encoder's own merger."""
+
+WHOLE_LOSSES: Mapping[str, Literal["clip", "siglip"]] = {"clip": "clip", "siglip": "siglip"}
+"""`model_type` of a whole model of two towers -> the loss that trains them."""
 
 _WITHOUT_MERGE = ("llava", "linear")
 """Kinds of projectors that make a token of each feature."""
@@ -42,8 +47,8 @@ class ProjectorConfig:
     pretrained: FilePath = ""
     """Hugging Face id or local folder of an exported projector of this kind; for `llava` also of a whole LLaVA model,
     for `linear` of a Qwen2-Audio model. Empty: random weights."""
-    trainable: Literal[True, False] = True
-    """Whether the projector's parameters train."""
+    trainable: Trainable = True
+    """true: train it; false: keep it fixed; "lora": train low-rank adapters of its linear layers, see [model.lora]."""
 
     def __post_init__(self) -> None:
         at_most("model.projector", self, spatial_merge=1024)
@@ -95,6 +100,9 @@ class EncoderConfig:
     trainable: Trainable = True
     """true: train it; false: keep it fixed; "lora": train low-rank adapters of it, see [model.lora]. The projector
     has its own switch."""
+    trainable_layers: str = ""
+    """Blocks that train, or with "lora" have adapters, as "12..", "0..3, 8" or "-4.." (the last four); empty: all. With
+    true nothing else of the module trains then: its first layer and its last norm stay fixed."""
     feature_layer: int = 0
     """The block whose output the projector reads, counted from the first (1, 2, ...) or from the last (-1, -2, ...), as
     LLaVA's vision_feature_layer. Later blocks, and the norm after the last one, are neither built nor run. 0: that of
@@ -117,6 +125,7 @@ class EncoderConfig:
 
     def __post_init__(self) -> None:
         _check_source("model.encoder", self)
+        _check_layers("model.encoder", self)
         at_most("model.encoder", self, num_segments=MOST_SEGMENTS)
         at_least("model.encoder", self, num_segments=0, sub_microbatch_size=0, ranks=0)
 
@@ -133,6 +142,9 @@ class LanguageConfig:
     """With `pretrained`: load its weights, or take only its shape."""
     trainable: Trainable = True
     """true: train it; false: keep it fixed; "lora": train low-rank adapters of it, see [model.lora]."""
+    trainable_layers: str = ""
+    """Blocks that train, or with "lora" have adapters, as "12..", "0..3, 8" or "-4.." (the last four); empty: all. With
+    true nothing else of the module trains then: embedding, last norm and head stay fixed."""
     attention_mask: Literal["causal", "image_bidirectional", "prefix", "modality"] = "causal"
     """Inside of each document: causal; or also both ways inside of each image; or before the first answer. modality:
     text is causal; tokens of images see those of all images, both ways, and no text."""
@@ -146,11 +158,14 @@ class LanguageConfig:
     pipeline_layout: str = ""
     """Layers of each chunk in the manner of Megatron's layouts, "Et*3|t*4|t*4|t*3,L", see docs/models.md; P x K
     chunks, which also sets K. Empty: chunks of equal work."""
+    sub_microbatch_size: int = 0
+    """Of a tower of captions ([model.contrast]): captions in one sub-microbatch. 0: all of a microbatch."""
 
     def __post_init__(self) -> None:
         _check_source("model.language", self)
+        _check_layers("model.language", self)
         at_most("model.language", self, num_segments=MOST_SEGMENTS)
-        at_least("model.language", self, num_segments=0, ranks=0)
+        at_least("model.language", self, num_segments=0, ranks=0, sub_microbatch_size=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +178,16 @@ class LoRAConfig:
     rank: int = 16
     """Rows of the first and columns of the second matrix of an adapter."""
     alpha: float = 32.0
-    """An adapter's output is scaled by alpha / rank."""
+    """An adapter's output is scaled by alpha / rank, or by alpha / sqrt(rank) with use_rslora."""
+    use_rslora: bool = False
+    """Rank-stabilised LoRA (arXiv:2312.03732): the scale is alpha / sqrt(rank)."""
+    use_dora: bool = False
+    """DoRA (arXiv:2402.09353): each row of an adapted weight is scaled to a length that trains, too. The lengths are
+    compared with those of the weights at each forward, which takes rank x rows x columns of each weight once more."""
+    dropout: float = 0.0
+    """Part of an adapter's inputs that is replaced by zero in training, from 0 up to but not including 1; the others
+    are divided by 1 - dropout. Which ones follows from debug.seed, the step, the work and the layer, so that a pass
+    that is repeated (recomputation, a resumed step) has the same; another batching of samples has others."""
     target_modules: list[str] = field(default_factory=list)
     """Last names of the linear layers that get an adapter; empty: all linear layers of the blocks."""
 
@@ -172,6 +196,13 @@ class LoRAConfig:
         at_least("model.lora", self, rank=1, alpha=0.0)
         if self.alpha == 0:
             raise ConfigError("model.lora.alpha = 0.0; it must be above 0, or adapters change nothing")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"model.lora.dropout = {self.dropout}; it must be at least 0 and below 1")
+
+    @property
+    def scale(self) -> float:
+        """The factor of an adapter's output."""
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,6 +256,29 @@ class VaeConfig:
         _check_source("model.vae", self, example="autoencoder_kl_wan")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContrastConfig:
+    """[model.contrast]: two towers, [model.encoder] of images and [model.language] of their captions, trained to find
+    the pairs among those of a group (CLIP, arXiv:2103.00020; SigLIP, arXiv:2303.15343)."""
+
+    SECTION: ClassVar[str] = "model.contrast"
+    loss: Literal["clip", "siglip"] = "clip"
+    """What is minimised. clip: the cross-entropy of the caption of each image and of the image of each caption, half
+    each, with a temperature that trains. siglip: of each image with each caption whether they are a pair, with a
+    temperature and a bias."""
+    microbatches: int = 0
+    """K: consecutive microbatches of a replica whose pairs are told apart from each other; the last group may have
+    fewer. 0: all of a replica's. Pairs of other replicas are no negatives."""
+    pretrained: FilePath = ""
+    """Hugging Face id or local folder of a whole CLIP or SigLIP model, or an exported folder, whose temperature and
+    bias training starts with. Empty: those of a new model."""
+    trainable: Literal[True, False] = True
+    """Whether temperature and bias train."""
+
+    def __post_init__(self) -> None:
+        at_least("model.contrast", self, microbatches=0)
+
+
 ModuleConfig = EncoderConfig | LanguageConfig | DitConfig | VaeConfig
 """The section of one module."""
 
@@ -243,11 +297,13 @@ class ModelConfig:
     model (kind = "native", the encoder's own merger, or "llava") unless [model.projector] names a kind; the
     tokenizer is that of the model unless [tokenizer] names a path, and so is the image processor, if it has one, unless
     data.image_processor names another. Of Qwen2-Audio it is the `pretrained` of [model.modules.audio] and of its
-    projector."""
+    projector; of CLIP and SigLIP, if both towers are its own, also of [model.contrast], whose loss is that of the
+    model unless the section names another."""
     language: LanguageConfig
     encoder: EncoderConfig | None = None
     dit: DitConfig | None = None
     vae: VaeConfig | None = None
+    contrast: ContrastConfig | None = None
     projector: ProjectorConfig = field(default_factory=ProjectorConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
 
@@ -295,6 +351,10 @@ class ModelConfig:
         """The section of an encoder's projector."""
         return self.projector if module == "vision" else self.encoders[module].projector or ProjectorConfig()
 
+    def merge_of(self, module: str) -> int:
+        """Neighbouring features of an encoder along each side that become one token; a tower merges none."""
+        return 1 if self.reads_pairs else self.projector_of(module).merge
+
     @property
     def sections(self) -> dict[str, ModuleConfig]:
         """Name -> section of the modules that the model has, each behind those that feed it."""
@@ -316,6 +376,11 @@ class ModelConfig:
     def reads_clips(self) -> bool:
         """Whether it learns from video clips with captions, and not from conversations."""
         return self.dit is not None
+
+    @property
+    def reads_pairs(self) -> bool:
+        """Whether it learns from images with captions, by two towers, and not from conversations."""
+        return self.contrast is not None
 
     @property
     def encodes_clips(self) -> bool:
@@ -346,6 +411,16 @@ def projector_section(module: str) -> str:
 def section_of(module: str) -> str:
     """Where the user configures a module: the dotted name of its section."""
     return f"model.{MODULES[module]}" if module in MODULES else f"model.modules.{module}"
+
+
+def _check_layers(path: str, module: EncoderConfig | LanguageConfig) -> None:
+    if module.trainable_layers and module.trainable is False:
+        raise ConfigError(
+            f"{path}.trainable_layers = {shown(module.trainable_layers)} has no effect with trainable = false; set "
+            'trainable = true or "lora", or remove it'
+        )
+    if module.trainable_layers:
+        check_ranges(f"{path}.trainable_layers", module.trainable_layers)
 
 
 def _check_source(

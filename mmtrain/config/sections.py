@@ -2,11 +2,13 @@
 
 import dataclasses
 import importlib.util
-import re
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Literal
 
 from mmtrain.config.bounds import at_least, at_most, not_empty
+from mmtrain.config.figures import LOWEST, Figure, metric_file
+from mmtrain.config.intervals import Interval
 from mmtrain.config.toml_sections import FilePath, shown
 from mmtrain.config.topology import JobLayout
 from mmtrain.errors import ConfigError
@@ -38,24 +40,35 @@ class JobConfig:
 class TrainingConfig:
     """[training]"""
 
-    steps: int
-    """Optimizer steps of the whole job."""
+    steps: int = 0
+    """Optimizer steps of the whole job; 0: as many as training.epochs takes."""
+    epochs: float = 0.0
+    """Passes over the training samples, in place of steps: each epoch has every sample once, and ends with a step of
+    those that remain (docs/data.md). A part of an epoch is possible, as 0.5. 0: training.steps says how long."""
     seq_len: int
-    """Tokens of one packed microbatch, image tokens included; with [model.dit], of the longest caption."""
+    """Tokens of one packed microbatch, image tokens included; with [model.dit] or [model.contrast], of the longest
+    caption."""
     global_batch_size: int
     """Packed microbatches of one step over all data-parallel replicas."""
     max_norm: float = 1.0
     """Gradient norm above which gradients are scaled down; 0: never."""
     mixed_precision_param: Literal["float32", "bfloat16"] = "float32"
-    """Dtype that FSDP2 computes in; master weights stay float32."""
+    """Dtype that FSDP2 computes in; master weights stay float32, unless master_weights says otherwise."""
+    master_weights: Literal["all", "trained", "none"] = "all"
+    """Parameters with float32 masters, in each rank's shards; the others are bfloat16 alone, 2 bytes instead of 4, as
+    mixed_precision_param must be. trained: those that train; frozen ones lose only what computing in bfloat16 loses
+    anyhow, so that losses are the same to the bit. none: no parameter; updates of less than 0.2 % to 0.4 % of a weight
+    are rounded away, which at the small rates of fine-tuning are most: for lack of memory alone, and with a larger
+    rate."""
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the gradient reduction."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """A loss or gradient norm that is NaN or infinite: stop before the optimizer step, or skip that step, but not ten
     in a row."""
-    attention_backend: Literal["auto", "sdpa", "flex"] = "auto"
-    """sdpa: scaled-dot-product attention block by block. flex: FlexAttention, on CUDA. auto: flex on CUDA where a mask
-    is not a plain one, else sdpa."""
+    attention_backend: Literal["auto", "sdpa", "varlen", "flex"] = "auto"
+    """varlen: documents, images, frames and windows in one call of torch's variable-length attention, on CUDA in half
+    precision. flex: FlexAttention, on CUDA. sdpa: scaled-dot-product attention piece by piece. auto: varlen where it
+    takes the dtype and the heads, and flex for other masks on CUDA; else sdpa. The log says which, and why."""
     attention_part_blocks: int = 0
     """FlexAttention computes 128 rows that see more than this many blocks of 128 keys in parts, side by side, and
     merges these: for few long rows, which keep a GPU waiting. 0: no parts. -1: parts of at most a tenth of what one
@@ -65,108 +78,21 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         at_most("training", self, seq_len=2**24, global_batch_size=2**20)
-        at_least("training", self, steps=1, seq_len=2, global_batch_size=1, max_norm=0.0, attention_part_blocks=-1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerGroup:
-    """[[optimizer.groups]]: parameters with a learning rate or a weight decay of their own. A parameter belongs to the
-    first group that has it, or to none."""
-
-    module: str = ""
-    """Part of the model; projector: also the encoder's own merger. Empty: all of them."""
-    pattern: str = ""
-    """Regular expression that is searched for in the names of parameters (language.model.layers.0.mlp.up_proj.weight);
-    empty: all of the module."""
-    lr: float | None = None
-    """Peak learning rate, with the schedule of [lr_scheduler]; left out: optimizer.lr."""
-    weight_decay: float | None = None
-    """Of its matrices; left out: optimizer.weight_decay."""
-
-    def __post_init__(self) -> None:
-        try:
-            re.compile(self.pattern)
-        except re.error as error:
+        at_most("training", self, epochs=10**6)
+        at_least("training", self, steps=0, epochs=0.0, seq_len=2, global_batch_size=1, max_norm=0.0)
+        at_least("training", self, attention_part_blocks=-1)
+        if self.steps and self.epochs:
             raise ConfigError(
-                f"optimizer.groups: pattern = {shown(self.pattern)} is no regular expression: {error}; mend it"
-            ) from None
-        if not self.module and not self.pattern:
-            raise ConfigError(
-                "optimizer.groups: a group has neither module nor pattern, so it would be all parameters; name some, "
-                "or set optimizer.lr and weight_decay instead"
+                f"training.steps = {self.steps} and training.epochs = {self.epochs:g} are both set; keep one, and set "
+                "the other to 0 if a base file has it"
             )
-        if self.lr is None and self.weight_decay is None:
-            raise ConfigError(f"optimizer.groups: {self.described} sets neither lr nor weight_decay; set one of them")
-        limits = {name: 1e6 for name in ("lr", "weight_decay") if getattr(self, name) is not None}
-        at_most("optimizer.groups", self, **limits)
-        at_least("optimizer.groups", self, **dict.fromkeys(limits, 0.0))
+        if not self.steps and not self.epochs:
+            raise ConfigError("training: steps and epochs are both 0, so the job has no length; set one of them")
 
     @property
-    def described(self) -> str:
-        """What it says of its parameters."""
-        words = [f"{key} = {shown(value)}" for key in ("module", "pattern") if (value := getattr(self, key))]
-        return "the group with " + " and ".join(words)
-
-
-_BFLOAT16_BETA = 0.99
-"""Largest decay whose changes, 1 % of a value, are clearly above the 0.4 % that 8 bits of mantissa resolve."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerConfig:
-    """[optimizer]: decoupled weight decay on matrices; norms, biases and embeddings are not decayed."""
-
-    name: Literal["AdamW"] = "AdamW"
-    """Update rule."""
-    lr: float = 8e-4
-    """Peak learning rate."""
-    beta1: float = 0.9
-    """Decay of the first moment."""
-    beta2: float = 0.95
-    """Decay of the second moment."""
-    eps: float = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: float = 0.1
-    """Decay of matrices, times the learning rate."""
-    implementation: Literal["for-loop", "foreach", "fused"] = "foreach"
-    """Kernel of torch's optimizer."""
-    moments_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Both moments between steps. bfloat16 halves their memory (4 instead of 8 bytes a parameter) and rounds them,
-    so beta2 is at most 0.99: changes below 0.4 % are lost."""
-    groups: list[OptimizerGroup] = field(default_factory=list)
-    """Parameters with values of their own, each a table [[optimizer.groups]]."""
-
-    def __post_init__(self) -> None:
-        at_most("optimizer", self, lr=1e6, eps=1e6, weight_decay=1e6)
-        at_least("optimizer", self, lr=0.0, beta1=0.0, beta2=0.0, eps=0.0, weight_decay=0.0)
-        for name in ("beta1", "beta2"):
-            if getattr(self, name) >= 1:
-                raise ConfigError(f"optimizer.{name} = {getattr(self, name)}; it must be below 1")
-        if self.moments_dtype == "bfloat16" and self.beta2 > _BFLOAT16_BETA:
-            raise ConfigError(
-                f'optimizer.beta2 = {self.beta2}, but moments_dtype = "bfloat16" rounds changes of '
-                f'{1 - self.beta2:.2g} away; set beta2 to at most {_BFLOAT16_BETA}, or moments_dtype = "float32"'
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LRSchedulerConfig:
-    """[lr_scheduler]: linear warm-up, stable part, decay."""
-
-    warmup_steps: int = 0
-    """Steps from near 0 to the peak."""
-    decay_type: Literal["cosine", "linear", "sqrt"] = "cosine"
-    """Shape of the decay."""
-    decay_ratio: float = 1.0
-    """Part of the steps after warm-up over which the rate decays; 0: it stays at the peak."""
-    min_lr_factor: float = 0.0
-    """Rate at the end, as a fraction of the peak."""
-
-    def __post_init__(self) -> None:
-        at_least("lr_scheduler", self, warmup_steps=0, decay_ratio=0.0, min_lr_factor=0.0)
-        for name in ("decay_ratio", "min_lr_factor"):
-            if getattr(self, name) > 1:
-                raise ConfigError(f"lr_scheduler.{name} = {getattr(self, name)}; it is a fraction, at most 1")
+    def passes(self) -> Fraction | None:
+        """The epochs as they were written; None: the job counts steps."""
+        return Fraction(str(self.epochs)) if self.epochs else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +121,11 @@ class ParallelismConfig:
     """Rows of a tensor-parallel rank between layers. divided: its part of them (sequence parallelism), with an
     all-gather and a reduce-scatter in each half of a layer. whole: all of them, with one all-reduce of the same bytes
     instead; each rank then computes all norms, holds more activations and sends all rows to the next stage."""
+    vocabulary_parallel: Literal["tensor", "pipeline", "search"] = "tensor"
+    """Which ranks divide the rows of the token embedding and of the head. tensor: those of tensor parallelism, on the
+    pipeline ranks where the language model begins and ends. pipeline: those of all pipeline ranks, each of
+    which then holds a part of both and computes its part of the loss. search: the partition search decides
+    (planner.partition = "search"); where it finds no iterations to simulate, tensor."""
     encoder_tensor_parallel: Literal["shard", "data"] = "shard"
     """shard: the encoder's layers are divided like the language model's. data: each tensor-parallel rank holds the
     whole encoder and encodes its part of the images."""
@@ -282,25 +213,59 @@ class ValidationConfig:
 
     enable: bool = False
     """Validate at all."""
-    freq: int = 50
-    """Steps between validations; there is also one before the first step and one after the last."""
+    freq: int | str = 50
+    """Steps between validations, or epochs, as in "0.5 epochs" (then after the first step that reaches them); there is
+    also one before the first step and one after the last."""
     steps: int = 4
     """Batches of training.global_batch_size microbatches in one validation."""
     shuffled_captions: bool = False
     """With [model.dit]: also the loss with each clip under the caption of another; it should be higher."""
+    weights: Literal["ema", "trained"] = "trained"
+    """Weights that are validated: ema: their averages (optimizer.ema_decay)."""
     generate: int = 0
     """Held-out questions that each validation answers: the last one of each of the first records. The log, tensorboard
     and the page of the run show the answers, and how many are right. 0: none."""
     generate_tokens: int = 64
     """Most tokens of such an answer; each takes a forward pass over all questions that are not answered yet."""
+    samples: int = 0
+    """With [model.dit], of clips that are pixels: samples that each validation makes, as `mmtrain sample` makes them by
+    default. The first different captions of the validation split are the prompts. Tensorboard and the page of the run
+    show the sheet. It takes 30 forward passes. 0: none."""
+    metric: FilePath = ""
+    """A function of yours, PATH:FUNCTION, that gets the answers (validation.generate) and their references, two
+    lists of texts, and returns a number, a list with one for each answer (their mean counts), or a table of such by
+    name. The file is a program, which rank 0 of a job runs, and no other command (docs/checkpoints.md). Empty: none."""
+    patience: int = 0
+    """The job ends early after this many validations in a row without a better value of the figure of
+    checkpoint.keep_best, or of the loss where that is empty. The one before the first step does not count. 0: never."""
 
     def __post_init__(self) -> None:
-        at_least("validation", self, freq=1, steps=1, generate=0, generate_tokens=1)
-        if self.generate and not self.enable:
+        at_least("validation", self, steps=1, generate=0, generate_tokens=1, patience=0, samples=0)
+        Interval.parse("validation.freq", self.freq)
+        for name, unset in (("generate", 0), ("samples", 0), ("patience", 0), ("metric", "")):
+            if getattr(self, name) and not self.enable:
+                raise ConfigError(
+                    f"validation.{name} = {shown(getattr(self, name))}, but validation.enable = false, so there is no "
+                    f"validation; set it to true, or {name} to {shown(unset)}"
+                )
+        if not self.metric:
+            return
+        _, function = metric_file(self.metric)
+        if not self.generate:
             raise ConfigError(
-                f"validation.generate = {self.generate}, but validation.enable = false, so no question is asked; set "
-                "it to true, or generate to 0"
+                f"validation.metric = {shown(self.metric)} with validation.generate = 0: there are no answers for it; "
+                "set generate to a number of questions, or remove the metric"
             )
+        if function in LOWEST:
+            raise ConfigError(
+                f"validation.metric = {shown(self.metric)}: {function} is a figure of every validation; give your "
+                "function another name"
+            )
+
+    @property
+    def every(self) -> Interval:
+        """Between two validations."""
+        return Interval.parse("validation.freq", self.freq)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,11 +276,16 @@ class CheckpointConfig:
     """Save, and resume from what is there; false: the run leaves no model."""
     folder: FilePath = "checkpoint"
     """Folder inside of job.dump_folder."""
-    interval: int = 500
-    """Steps between checkpoints; there is also one after the last step."""
+    interval: int | str = 500
+    """Steps between checkpoints, or epochs, as in "1 epoch" (then after the first step that reaches them); there is
+    also one after the last step."""
     keep_latest_k: int = 2
     """Older checkpoints are removed; 0: keep all. One takes 12 bytes for each parameter that trains (8 of them
-    moments in float32) and 4 for each other one."""
+    moments in float32), 4 more for its average if there is one (optimizer.ema_decay), and 4 for each other one."""
+    keep_best: str = ""
+    """Also keep the checkpoint with the best value of a figure of the validations, and save whenever one is the best so
+    far: loss (the lowest), accuracy, exact_match (validation.generate) or a name of the numbers of validation.metric
+    (the highest); "lowest NAME" and "highest NAME" say which. Empty: none."""
     load_step: int = -1
     """Step to resume from; -1: the newest one that is whole, if there is any. Later ones are renamed aside."""
     verify: Literal["auto", "required", "off"] = "auto"
@@ -326,12 +296,30 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         not_empty("checkpoint", self, "folder")
-        at_least("checkpoint", self, interval=1, keep_latest_k=0, load_step=-1)
+        at_least("checkpoint", self, keep_latest_k=0, load_step=-1)
+        Interval.parse("checkpoint.interval", self.interval)
+        if self.keep_best:
+            Figure.parse("checkpoint.keep_best", self.keep_best)
+            if not self.enable:
+                raise ConfigError(
+                    f"checkpoint.keep_best = {shown(self.keep_best)}, but checkpoint.enable = false, so nothing is "
+                    'saved; set it to true, or keep_best to ""'
+                )
         if self.keep_latest_k == 1:
             raise ConfigError(
                 "checkpoint.keep_latest_k = 1 would leave no complete checkpoint while one is replaced; "
                 "set 0 (keep all) or at least 2"
             )
+
+    @property
+    def every(self) -> Interval:
+        """Between two checkpoints."""
+        return Interval.parse("checkpoint.interval", self.interval)
+
+    @property
+    def figure(self) -> Figure:
+        """By which validations are compared."""
+        return Figure.parse("checkpoint.keep_best", self.keep_best or "loss")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

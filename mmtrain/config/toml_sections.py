@@ -5,7 +5,6 @@ An unknown key, a wrong type, a value outside of its choices or a missing key is
 """
 
 import dataclasses
-import difflib
 import json
 import math
 import os
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from mmtrain.config.toml_text import read_toml
-from mmtrain.errors import ConfigError
+from mmtrain.errors import ConfigError, UnknownKeyError, nearest
 
 FilePath = Annotated[str, "path"]
 """A file, a folder, or a name of another kind; `~` at its beginning is a home folder."""
@@ -129,7 +128,9 @@ def apply_override(table: dict[str, Any], override: str) -> None:
     text = override.removeprefix("--")
     key, equals, raw = text.partition("=")
     if not equals or not key.strip():
-        raise ConfigError(f"override {shown(override)} is not of the form --section.key=value; write it with `=`")
+        raise UnknownKeyError(
+            f"override {shown(override)} is not of the form --section.key=value; write it with `=`", text
+        )
     try:
         parsed = tomllib.loads(f"value = {raw}")
         value = parsed["value"] if len(parsed) == 1 else raw  # a line break in it would begin another key
@@ -137,7 +138,9 @@ def apply_override(table: dict[str, Any], override: str) -> None:
         value = raw
     *sections, last = key.strip().split(".")
     if not sections:
-        raise ConfigError(f"override {shown(override)}: {shown(last)} names no section; write --section.key=value")
+        raise UnknownKeyError(
+            f"override {shown(override)}: {shown(last)} names no section; write --section.key=value", last
+        )
     node = table
     for section in sections:
         node = node.setdefault(section, {})
@@ -159,9 +162,9 @@ def build(cls: type, table: Any, path: str, where: str) -> Any:
     prefix = f"{path}." if path else ""
     for key in table:
         if key not in fields:
-            near = difflib.get_close_matches(key, fields, 1)
+            near = nearest(key, fields)
             hint = f"did you mean {prefix}{near[0]}?" if near else f"{path or 'a file'} has {', '.join(fields)}"
-            raise ConfigError(f"{where}: unknown key {prefix}{_toml_key(key)}; {hint}")
+            raise UnknownKeyError(f"{where}: unknown key {prefix}{_toml_key(key)}; {hint}", key)
     values = {}
     for name, f in fields.items():
         if name in table:
@@ -192,13 +195,18 @@ def _convert(hint: Any, value: Any, path: str, where: str) -> Any:
     if origin is Annotated:
         return at_home(_convert(hint.__origin__, value, path, where), f"{where}: {path}")
     if origin in (typing.Union, types.UnionType):
-        (inner,) = [arg for arg in typing.get_args(hint) if arg is not type(None)]
-        return _convert(inner, value, path, where)
+        inner = [arg for arg in typing.get_args(hint) if arg is not type(None)]
+        if len(inner) == 1:
+            return _convert(inner[0], value, path, where)
+        if type(value) not in inner:
+            kinds = " or ".join(_TOML_TYPES[kind] for kind in inner)
+            raise ConfigError(f"{where}: {path} = {shown(value)} is {_toml_type(value)}; it must be {kinds}")
+        return value
     if origin is Literal:
         choices = typing.get_args(hint)
         if not any(value == choice and type(value) is type(choice) for choice in choices):
             known = [_toml_value(choice) for choice in choices]
-            near = difflib.get_close_matches(str(value), [str(c) for c in choices], 1)
+            near = nearest(str(value), [str(c) for c in choices])
             hint_text = f"; did you mean {_toml_value(near[0])}?" if near else ""
             raise ConfigError(f"{where}: {path} = {shown(value)}; choose one of {', '.join(known)}{hint_text}")
         return value

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmtrain.config.model import WHOLE_PROJECTORS
+from mmtrain.config.model import WHOLE_LOSSES, WHOLE_PROJECTORS
 from mmtrain.config.toml_sections import shown
 from mmtrain.errors import ConfigError
 
@@ -24,7 +24,9 @@ def with_parts(table: Mapping[str, Any], where: str) -> dict[str, Any]:
     A section that has a source of its own keeps it. The projector is then the encoder's own merger, or of the
     kind in `WHOLE_PROJECTORS`, unless its `kind` or the encoder's section says otherwise; of such a kind it is that of
     the whole model. A whole model that hears has [model.modules.audio] with its projector instead of [model.encoder]:
-    by its config.json, or where the job has a section of kind "audio" without a source.
+    by its config.json, or where the job has a section of kind "audio" without a source. Two towers, which have
+    [model.contrast], or come both from a whole model of towers, have no projector; their loss with its parameters is
+    that of the whole model, unless the section names another.
 
     Args: where: the file, for errors.
     Raises: ConfigError: neither the encoder nor the language model is that of the whole model.
@@ -52,6 +54,8 @@ def with_parts(table: Mapping[str, Any], where: str) -> dict[str, Any]:
             projector = {"kind": "linear", **projector} if isinstance(projector, Mapping) else projector
             encoder = {**_SOUND_TABLE, **encoder, "projector": _of_whole(projector, ("linear",), whole)}
         parts = {"modules": {**model.get("modules", {}), hears: encoder}}
+    elif "contrast" in model or (_source(encoder) == _source(language) and _loss(whole)):
+        parts = {"encoder": encoder, "contrast": _contrast(model.get("contrast", {}), whole)}
     else:
         projector = model.get("projector", {})
         if _source(encoder) == whole and isinstance(projector, Mapping):
@@ -60,6 +64,20 @@ def with_parts(table: Mapping[str, Any], where: str) -> dict[str, Any]:
             projector = _of_whole(projector, (*WHOLE_PROJECTORS.values(),), whole)
         parts = {"encoder": encoder, "projector": projector}
     return {**table, "model": {**model, **parts, "language": language}, "tokenizer": tokenizer}
+
+
+def _loss(whole: str) -> str:
+    """The loss of a whole model of two towers; empty: it is none."""
+    return WHOLE_LOSSES.get(str(_model_type(whole)), "")  # type: ignore[return-value]
+
+
+def _contrast(section: Any, whole: str) -> Any:
+    """The section of the loss of two towers, whose parameters are those of the whole model if it has that loss."""
+    loss = _loss(whole)
+    if not loss or not isinstance(section, Mapping):
+        return section
+    section = {"loss": loss, **section}
+    return {"pretrained": whole, **section} if section["loss"] == loss else section
 
 
 def _hearing(model: Mapping[str, Any], whole: str) -> str:

@@ -1,14 +1,16 @@
 """Costs from a measured profile. Pure."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from mmtrain.config.config import Config
 from mmtrain.costs.cost_model import PCIE, ExchangesUnknown, FlopsCosts, HostCopy, LayerTimes
 from mmtrain.costs.noise import Noise
 from mmtrain.costs.overheads import Overheads
-from mmtrain.costs.profile.profile import SPLIT_TIMES, Profile, check_fits
+from mmtrain.costs.profile.profile import SPLIT_TIMES, Profile, check_fits, role
 from mmtrain.modality.submesh import Submesh
 from mmtrain.schedule.problem import P2P
+from mmtrain.spec.builders import DTYPE_BYTES, model_spec
 from mmtrain.spec.layer import LayerSpec
 from mmtrain.spec.recomputation import Recomputation
 from mmtrain.spec.spec import ModelSpec, ModuleSpec
@@ -17,7 +19,11 @@ from mmtrain.spec.work_size import WorkSize
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCosts(ExchangesUnknown):
-    """Seconds of layers, actions and transfers from a profile: a `CostModel`."""
+    """Seconds of layers, actions and transfers from a profile: a `CostModel`.
+
+    A profile has the layers of a whole vocabulary. A part of it takes the fraction of their seconds that its rows are
+    of all rows; what adds and joins such parts, and the norm before the head, are in these seconds.
+    """
 
     profile: Profile
     p2p: P2P
@@ -39,7 +45,8 @@ class MeasuredCosts(ExchangesUnknown):
         """
         section = config.planner
         profile = Profile.read(section.profile)
-        check_fits(profile, config, spec, section.profile)
+        whole = model_spec(config.model, dtype_bytes=DTYPE_BYTES[config.training.mixed_precision_param])
+        check_fits(profile, config, whole if spec.divides_vocabulary else spec, section.profile)
         nominal, transfer = FlopsCosts.of(section), profile.transfer
         return cls(
             profile=profile,
@@ -55,14 +62,23 @@ class MeasuredCosts(ExchangesUnknown):
         If the layer was measured with the gradient of its input and is needed without it, or the other way round, its
         backward is scaled by FLOPs.
         """
-        layer = module.layers[index]
-        fit = self.profile.layer(module.name, layer)
+        layer, rows = module.layers[index], module.vocabulary
+        if not layer.is_block and (module.section, role(layer)) not in self._measured:
+            return LayerTimes()
+        fit = self.profile.layer(module.section, layer)
+        share = (rows.last - rows.first) / rows.total if rows else 1.0
+
+        def at(name: str) -> float:
+            return share * fit.at(name, size)
+
         if not (input_grad or layer.trainable):
-            return LayerTimes(forward_s=fit.at("forward", size))
-        forward_s, backward_s, weight_s = (fit.at(name, size) for name in ("forward", "backward", "backward_weight"))
-        split_s = sum(fit.at(name, size) for name in SPLIT_TIMES) - forward_s - backward_s if weight_s else 0.0
+            return LayerTimes(forward_s=at("forward"))
+        forward_s, backward_s, weight_s = map(at, ("forward", "backward", "backward_weight"))
+        split_s = sum(map(at, SPLIT_TIMES)) - forward_s - backward_s if weight_s else 0.0
         weight_s = min(backward_s, weight_s)
         input_s = backward_s - weight_s
+        if not layer.trainable:  # measured as one of its module's layers that train
+            weight_s = split_s = 0.0
         input_s = max(0.0, input_s - self._repeated(layer, forward_s, size, self.profile.recomputation))
         if input_grad != fit.input_grad:
             wanted_flops, measured_flops = (
@@ -74,9 +90,16 @@ class MeasuredCosts(ExchangesUnknown):
             forward_s=forward_s, backward_input_s=input_s, backward_weight_s=weight_s, split_s=max(0.0, split_s)
         )
 
+    @cached_property
+    def _measured(self) -> frozenset[tuple[str, str]]:
+        """Module and role of each measured layer; all but those that a division of the vocabulary adds."""
+        return frozenset((layer.module, layer.role) for layer in self.profile.layers)
+
     def repeated_s(self, module: ModuleSpec, index: int, size: WorkSize, recomputation: Recomputation) -> float:
         """Seconds of the part of the layer's forward that recomputation repeats: as measured, else by FLOPs."""
         layer = module.layers[index]
+        if not recomputation.recomputes(layer):
+            return 0.0
         return self._repeated(layer, self.profile.layer(module.name, layer).at("forward", size), size, recomputation)
 
     def _repeated(self, layer: LayerSpec, forward_s: float, size: WorkSize, recomputation: Recomputation) -> float:

@@ -1,12 +1,14 @@
 """Costs from operator graphs on a hardware profile, for machines without measurements. Pure."""
 
 from collections.abc import Mapping, Set
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mmtrain.config.config import Config
+from mmtrain.config.model import projector_name
 from mmtrain.config.topology import JobLayout
 from mmtrain.costs.cost_model import HostCopy, LayerTimes, equal_layers
 from mmtrain.costs.noise import EXACT, Noise
@@ -18,12 +20,13 @@ from mmtrain.costs.operators.layer_builder import LinkedDivision
 from mmtrain.costs.operators.layers import LayerDescriber, divides_layer
 from mmtrain.costs.overheads import Overheads
 from mmtrain.errors import ConfigError
+from mmtrain.families.shapes import LanguageShape
 from mmtrain.modality.catalogue import division_of
 from mmtrain.modality.submesh import Submesh
 from mmtrain.schedule.problem import P2P
 from mmtrain.spec.builders import DTYPE_BYTES
 from mmtrain.spec.linears import adapted_linears
-from mmtrain.spec.modules import projection_of, shape_of
+from mmtrain.spec.modules import Shape, projection_of, shape_of
 from mmtrain.spec.recomputation import ATTENTION, PRODUCTS, Recomputation
 from mmtrain.spec.spec import ModelSpec, ModuleSpec
 from mmtrain.spec.work_size import WorkSize
@@ -95,8 +98,8 @@ class OperatorCosts:
         return cls(
             spec,
             {
-                name: describer(config, name, divided, dtype_bytes, cluster.hardware.compute)
-                for name, divided in divisions.items()
+                module.name: describer(config, module, divisions[module.name], dtype_bytes, cluster.hardware.compute)
+                for module in spec.modules
             },
             {name: Latencies(cluster.hardware, dtype_bytes=dtype_bytes, rule=rule) for name in divisions},
             p2p_between_stages(cluster, shape),
@@ -249,19 +252,28 @@ def linked_division(submesh: Submesh, cluster: Cluster, module: ModuleSpec) -> L
 
 
 def describer(
-    config: Config, module: str, divided: LinkedDivision, dtype_bytes: int, compute: DeviceKind
+    config: Config, module: ModuleSpec, divided: LinkedDivision, dtype_bytes: int, compute: DeviceKind
 ) -> LayerDescriber:
     """The describer of the layers of a module of a job."""
-    model = config.model
+    model, name = config.model, module.section
     return LayerDescriber(
-        shape=shape_of(model, module),
+        shape=_own_part(shape_of(model, name), module),
         division=divided,
         dtype_bytes=dtype_bytes,
         compute=compute,
-        adapted=adapted_linears(model, module),
-        rank=model.lora.rank,
-        projection=projection_of(model, module if module in model.encoders else next(iter(model.encoders), "")),
+        adapted=adapted_linears(model, name),
+        adapted_projector=adapted_linears(model, projector_name(name)) if name in model.encoders else (),
+        lora=model.lora,
+        projection=projection_of(model, name if name in model.encoders else next(iter(model.encoders), "")),
+        is_part=name != module.name,
+        num_parts=len({*module.after} - {*model.encoders}),
     )
+
+
+def _own_part(shape: Shape, module: ModuleSpec) -> Shape:
+    """The sizes of a part of a vocabulary, if the module is one: those of a model that knows its tokens alone."""
+    rows = module.vocabulary
+    return replace(shape, vocab_size=rows.last - rows.first) if rows and isinstance(shape, LanguageShape) else shape
 
 
 def p2p_between_stages(cluster: Cluster, shape: JobLayout) -> P2P:

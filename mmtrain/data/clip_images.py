@@ -1,5 +1,6 @@
 """Video clips as images: animated, or their frames side by side with captions. Pillow and numpy only."""
 
+import math
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,23 @@ _LETTER = 7
 """Width of nearly every letter, at most."""
 _LEAST_LETTERS = 60
 """Letters of one line above images that are narrower."""
+
+
+_SHEET_FRAMES = 16
+"""Most frames of one clip on the sheet."""
+_LEAST_SIDE = 96
+"""Least longer side of an image in pixels: smaller clips are enlarged."""
+
+
+def shown_frames(frames_FHWC: np.ndarray) -> list[Image.Image]:
+    """The frames (uint8) as images that are large enough to be looked at."""
+    return enlarged(frames_FHWC, math.ceil(_LEAST_SIDE / max(frames_FHWC.shape[1:3])))
+
+
+def some_of(images: Sequence[Image.Image]) -> list[Image.Image]:
+    """Evenly spaced frames of a clip for a sheet, with the first and the last one."""
+    indices = np.linspace(0, len(images) - 1, min(len(images), _SHEET_FRAMES)).round().astype(int)
+    return [images[index] for index in indices]
 
 
 def enlarged(frames_FHWC: np.ndarray, zoom: int) -> list[Image.Image]:

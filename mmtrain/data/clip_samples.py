@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mmtrain.config.config import Config
 from mmtrain.data.clips import Clip, ClipProcessor
-from mmtrain.data.packing import Limit
+from mmtrain.data.packing import Limit, LoaderState
 from mmtrain.data.sources import Sources
 from mmtrain.data.tokenizer import job_tokenizer
 from mmtrain.data.video_records import CLIPS
@@ -43,7 +43,6 @@ class Clips:
         self._geometry = video_geometry(dit, data, config.model.vae)
         self._processor = ClipProcessor(job_tokenizer(config), self._geometry, data)
         self.sources = Sources(data, split, CLIPS)
-        self.unread = self._processor.unread
         frames = most_frames(data)
         self.limits: tuple[Limit, ...] = (
             Limit(
@@ -54,7 +53,10 @@ class Clips:
             Limit(most=data.max_clips, unit="clips", key=f"data.max_clips = {data.max_clips} clips"),
         )
 
-    def measured(self, sample: int) -> Clip | None:
+    def notes(self) -> list[str]:
+        return self._processor.unread.take()
+
+    def measured(self, sample: int, state: LoaderState) -> Clip | None:
         record = self.sources[sample]
         return None if record is None else self._processor.clip(record)
 

@@ -24,6 +24,8 @@ class Form:
     """Whether it is one question and its answer."""
     about_image: bool = False
     """Whether it is a text about an image, video or sound, which the source must have."""
+    optional: tuple[str, ...] = ()
+    """Further columns that are read where a row has them."""
     marks_images: bool = False
     """Whether texts say where images, videos and sounds are; else those without a placeholder come before the first
     question."""
@@ -190,6 +192,22 @@ def _question(row: Any, where: str) -> Sequence[Message]:
     return [_said(role, row[column], f"{where}: `{column}`") for role, column in columns]
 
 
+def _instruction(row: Any, where: str) -> Sequence[Message]:
+    """The messages of Alpaca's form: earlier turns, then the instruction with its input, and the answer."""
+    turns = [] if is_absent(row.get("history")) else row["history"]
+    if not isinstance(turns, list) or not all(isinstance(turn, list | tuple) and len(turn) == 2 for turn in turns):
+        raise DataError(f"{where}: `history` is not a list of pairs; write a question and its answer")
+    before = [
+        _said(role, text, f"{where}: `history`") for turn in turns for role, text in zip(_PAIR, turn, strict=True)
+    ]
+    parts = [
+        _said("user", row[column], f"{where}: `{column}`")["content"]
+        for column in ("instruction", "input")
+        if not is_absent(row.get(column))
+    ]
+    return [*before, _said("user", "\n".join(parts), where), _said("assistant", row["output"], f"{where}: `output`")]
+
+
 def _about_image(column: str) -> Callable[[Any, str], Sequence[Message]]:
     """The reader of a column with a text about an image, which is the answer to the image alone."""
     return lambda row, where: [_said("user", "", where), _said("assistant", row[column], f"{where}: `{column}`")]
@@ -206,6 +224,7 @@ FORMS = (
     Form(columns=("conversations",), messages=_turns("conversations"), marks_images=True),
     Form(columns=("texts",), messages=_pairs),
     Form(columns=("question", "answer"), messages=_question, one_turn=True),
+    Form(columns=("instruction", "output"), messages=_instruction, one_turn=True, optional=("input", "history")),
     Form(columns=("caption",), messages=_about_image("caption"), one_turn=True, about_image=True),
     Form(columns=("text",), messages=_about_image("text"), one_turn=True, about_image=True),
     Form(columns=("txt",), messages=_about_image("txt"), one_turn=True, about_image=True),

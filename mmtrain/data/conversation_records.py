@@ -86,7 +86,7 @@ def make_record(
     """
     where = f"sample {index} of {name}"
     form = row_form(row, where, kinds)
-    read = _read_columns(kinds)
+    read = [column for column in _read_columns(kinds) if column in form.optional or column not in _OPTIONAL]
     check_columns(row, read, where)
     messages, images = form.messages(row, where), list[RawMedium]()
     for message in messages:
@@ -124,10 +124,14 @@ def make_record(
     )
 
 
+_OPTIONAL = {column for form in FORMS for column in form.optional}
+"""Columns that some forms read, and others do not."""
+
+
 def _read_columns(kinds: Mapping[str, Kind]) -> tuple[str, ...]:
     """All columns that records are made of."""
     return (
-        *dict.fromkeys(column for form in FORMS for column in form.columns),
+        *dict.fromkeys(column for form in FORMS for column in (*form.columns, *form.optional)),
         *(column for kind in kinds.values() for column in kind.columns),
         "fps",
         "grade",

@@ -23,8 +23,13 @@ def check_card(key: str, folder: Path) -> None:
     for name in (_CARD, _YAML):
         if (folder / name).is_file():
             for named in _named(key, folder / name):
-                if "::" in named or _ELSEWHERE.match(named) or ".." in re.split(r"[/\\]", named):
+                if is_outside(named):
                     raise _outside(key, f"its {name} names {shown(named)}")
+
+
+def is_outside(named: str) -> bool:
+    """Whether a path in a file of a data set is not one of its folder."""
+    return "::" in named or bool(_ELSEWHERE.match(named)) or ".." in re.split(r"[/\\]", named)
 
 
 def check_files(key: str, root: str, files: Mapping[Any, Iterable[Any]]) -> None:

@@ -3,15 +3,18 @@
 The samples of all epochs form one endless sequence: each epoch is a permutation of the source drawn from (seed, epoch).
 Each of several sources has such a sequence, and theirs are mixed: the source of each position is drawn from (seed,
 position). A step packs samples first-fit into the `training.global_batch_size` bins, whose capacity is a number of
-tokens, or of frames and clips. It ends at the first sample that fits no bin, with which the next step begins. The state
-is the position. A step's bins do not depend on the layout (which only says the replica that each belongs to), so a job
-resumes exactly with another number of replicas.
+tokens, or of frames and clips. It ends at the first sample that fits no bin, with which the next step begins. In a job
+of a number of epochs it ends with its epoch, too, and bins for which no sample remains are blank. The state is the
+position. A step's bins do not depend on the layout (which only says the replica that each belongs to), so a job resumes
+exactly with another number of replicas.
 """
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any, Protocol
 
 import numpy as np
@@ -40,30 +43,44 @@ class LoaderState:
     """Number of samples used of this epoch's order; of several sources, of the whole mixture."""
     sources: tuple[SourcePosition, ...] = ()
     """Epoch and cursor in each of several sources; empty of a job with one, or before its first sample."""
+    num_samples: int = field(default=0, compare=False)
+    """Samples of an epoch, which is no part of the position; 0: of a stream or of several sources, or before the first
+    sample."""
 
     def __post_init__(self) -> None:
         of_sources = (number for at in self.sources for number in (at.epoch, at.cursor))
-        if min(self.seed, self.epoch, self.cursor, *of_sources) < 0:
+        if min(self.seed, self.epoch, self.cursor, self.num_samples, *of_sources) < 0:
             raise DataError(f"loader state {self.to_dict()}: its numbers are at least 0")
+
+    @property
+    def epochs(self) -> Fraction:
+        """The epochs that are done, with the part of the present one; without that part where it is not known."""
+        return self.epoch + (Fraction(self.cursor, self.num_samples) if self.num_samples else Fraction(0))
+
+    def epoch_of(self, source: str) -> int:
+        """Complete passes over a source. Args: source: its name; empty if the job has one."""
+        return next((at.epoch for at in self.sources if at.name == source), self.epoch)
 
     def to_dict(self) -> dict[str, Any]:
         """The state as plain integers, for a checkpoint; those of several sources under their names."""
         sources = {at.name: {"epoch": at.epoch, "cursor": at.cursor} for at in self.sources}
         state = {"seed": self.seed, "epoch": self.epoch, "cursor": self.cursor}
-        return state | ({"sources": sources} if sources else {})
+        known = {"num_samples": self.num_samples} if self.num_samples else {}
+        return state | ({"sources": sources} if sources else {}) | known
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "LoaderState":
         """The state of `to_dict`. Raises: DataError: a key is missing or not an integer."""
         try:
             seed, epoch, cursor = (int(values[name]) for name in ("seed", "epoch", "cursor"))
+            num_samples = int(values.get("num_samples", 0))
             sources = tuple(
                 SourcePosition(name=name, epoch=int(at["epoch"]), cursor=int(at["cursor"]))
                 for name, at in dict(values.get("sources", {})).items()
             )
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"loader state {dict(values)!r} is not of the form seed, epoch, cursor: {error}") from None
-        return cls(seed=seed, epoch=epoch, cursor=cursor, sources=sources)
+        return cls(seed=seed, epoch=epoch, cursor=cursor, sources=sources, num_samples=num_samples)
 
 
 Size = tuple[int, ...]
@@ -184,11 +201,11 @@ class EpochOrder:
 
     def after(self, state: LoaderState) -> LoaderState:
         """The position one sample later."""
-        return replace(state, cursor=state.cursor + 1)
+        return replace(state, cursor=state.cursor + 1, num_samples=self.num_samples or 0)
 
     def next_epoch(self, state: LoaderState) -> LoaderState:
         """The start of the next epoch."""
-        return replace(state, epoch=state.epoch + 1, cursor=0)
+        return replace(state, epoch=state.epoch + 1, cursor=0, num_samples=self.num_samples or 0)
 
 
 class MixedOrder:
@@ -284,13 +301,13 @@ def plan_step(
     limits: tuple[Limit, ...],
     num_samples: int = 0,
     may_be_short: bool = False,
+    epochs: Fraction | None = None,
     split: str = "the source",
 ) -> StepPlan:
     """The bins of the step that starts at `state`, and the state after it.
 
-    A step may span two epochs, but has at most as many samples as an epoch: a source that is smaller than one step is
-    not repeated to fill it. A sample may occur in both epochs of such a step. Of several sources it has at most as many
-    samples as they have together, so a small one may be repeated in it.
+    A step may span two epochs (a sample may occur in both), but a source that is smaller than one step is not repeated
+    to fill it. Of several sources it has at most as many samples as they have together, so one may be repeated in it.
 
     Args:
         size: sample -> a number for each limit (1 .. most), or why it is left out, or None behind the end of a stream.
@@ -299,16 +316,17 @@ def plan_step(
         num_samples: after which the step ends, if not earlier; 0: no such number. With one, bins need not fill up, and
             a sample goes to the one that has most room under the first limit.
         may_be_short: bins without a sample are blank.
+        epochs: of the job, whose steps end with their epoch (and may be short there); None: see above.
         split: what the samples are of, for errors.
     Raises: DataError: the source has too few usable samples to put one into each bin, or none if it may be short.
     """
     order.check(state)
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    full = tuple(limit.most for limit in limits)
-    room = [full] * num_bins
+    room = [full := tuple(limit.most for limit in limits)] * num_bins
     dropped: dict[int, Dropped] = {}
     epoch_ends, num_read, num_used = Counter[int](), 0, 0
-    while not num_samples or num_used < num_samples:
+    end = step_end(state, order, epochs)
+    while not (is_last := _position(state, order) >= end) and (epochs is not None or not 0 < num_samples <= num_used):
         item = None if order.ends(state) else size(sample := order.sample(state))
         if item is None:
             epoch_ends[source := order.source(state)] += 1
@@ -323,18 +341,41 @@ def plan_step(
         else:
             assert len(item) == len(full) and min(item) > 0 and _fits(item, full), (sample, item, limits)
             index = _bin_of(item, room, roomiest=num_samples > 0)
-            if index is None:
+            if index is None or 0 < num_samples <= num_used:  # the next step has a usable sample
                 break
             bins[index].append(sample)
             room[index] = tuple(free - used for free, used in zip(room[index], item, strict=True))
             num_used += 1
         num_read += 1
         state = order.after(state)
-    blank = frozenset(index for index, samples in enumerate(bins) if not samples)
-    if blank and not (may_be_short and num_used):
+    blank = frozenset(index for index in range(num_bins) if not bins[index])
+    if blank and not ((may_be_short or is_last) and num_used):
         raise _too_few(split, bins, room, limits, dropped)
-    whole = tuple(tuple(samples or bins[0][:1]) for samples in bins)
-    return StepPlan(bins=whole, dropped=tuple(dropped.values()), state=state, blank=blank)
+    filled = (tuple(samples or bins[0][:1]) for samples in bins)
+    return StepPlan(bins=tuple(filled), dropped=tuple(dropped.values()), state=state, blank=blank)
+
+
+def _position(state: LoaderState, order: Order) -> int:
+    """Samples of all epochs up to a position in one source."""
+    return state.epoch * (order.num_samples or 0) + state.cursor
+
+
+def step_end(state: LoaderState, order: Order, epochs: Fraction | None) -> float:
+    """Samples of all epochs up to the end of the epoch that the next sample is of, or of the job.
+
+    Args: state: where a step starts. epochs: of the job; None: steps do not end with an epoch.
+    Raises: DataError: the epochs before were of another number of samples.
+    """
+    if epochs is None or not order.num_samples:
+        return math.inf
+    if state.num_samples not in (0, order.num_samples):
+        raise DataError(
+            f"loader state: the source had {state.num_samples} samples when it was saved and has {order.num_samples} "
+            "now, so its epoch cannot be completed; bring back the old one, or start a new run in another "
+            "job.dump_folder"
+        )
+    done, count = _position(state, order), order.num_samples
+    return min((done // count + 1) * count, math.ceil(epochs * count))
 
 
 def _too_few(

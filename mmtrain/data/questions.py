@@ -53,6 +53,8 @@ class Answer:
     right: bool
     images: tuple[bytes, ...]
     """PNG files of all images of the conversation, at most `THUMBNAIL` pixels long."""
+    sample: str = ""
+    """Name of its sample in messages."""
 
 
 def question_before(record: Record, turn: int) -> Question:
@@ -156,6 +158,7 @@ class Decoding:
             answer=text,
             right=is_right(text, reference, record.tolerance),
             images=tuple(images),
+            sample=sample_name(record.sample, record.source),
         )
 
     def _read(self) -> Iterator[_Asked]:

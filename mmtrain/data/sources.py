@@ -9,15 +9,20 @@ Images in parquet and hub data are the `Image` feature (bytes or a path). In JSO
 
 import hashlib
 import importlib.util
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+import numpy as np
+
 from mmtrain.config.data import DataConfig
 from mmtrain.data.dataset_cards import check_card, check_files
+from mmtrain.data.listed_sources import LIST, listed_set
 from mmtrain.data.readers import JSON_ENDINGS, JsonRows, ParquetRows, lists_of_objects
 from mmtrain.errors import ConfigError, DataError, one_line
 from mmtrain.spec.hub_files import local_path, near_name
@@ -113,6 +118,10 @@ def open_source(data: DataConfig, split: str, kind: RecordKind[R_co]) -> Source[
     """
     path = local_path("data.source", data.source) or Path(data.source)
     name = f"{data.source} ({split})"
+    if listed := listed_set(path, split):
+        make = listed.wrapped(kind.recognise(name, listed.made_columns))
+        rows = ParquetRows([str(listed.file)]) if listed.file.suffix == ".parquet" else JsonRows(listed.file)
+        return _local(rows, data, make, name, listed.folder)
     if json_files := _json_files(path, split):
         return _json_source(JsonRows(*json_files), data, kind, name, _folder_of([str(file) for file in json_files], ""))
     if not _has_datasets():
@@ -137,13 +146,19 @@ class Sources(Generic[R_co]):
     def __init__(self, data: DataConfig, split: str, kind: RecordKind[R_co]) -> None:
         """Args: split: of all sources; the training split may be another one of single sources."""
         self._names = tuple(source.label for source in data.sources) or ("",)
+        held_out = bool(data.validation_part) and split == data.validation_split
+        split = data.split if held_out else split
         if data.sources:
             parts = [replace(data, source=source.source, sources=[]) for source in data.sources]
             splits = [source.split * (split == data.split) or split for source in data.sources]
         else:
             parts, splits = [data], [split]
         self._sources = [open_source(part, name, kind) for part, name in zip(parts, splits, strict=True)]
-        self.num_samples = tuple(source.num_samples for source in self._sources)
+        self._parts = [PartOfSource.of(source, data, held_out=held_out) for source in self._sources]
+        self.num_samples = tuple(
+            source.num_samples if part is None else len(part.indices)
+            for source, part in zip(self._sources, self._parts, strict=True)
+        )
         """Of each source; None for streams."""
 
     def __getitem__(self, number: int) -> R_co | None:
@@ -155,7 +170,37 @@ class Sources(Generic[R_co]):
 
     def sample(self, number: int) -> tuple[int, str]:
         """(index in its source, name of the source; empty if the job has one)."""
-        return number // len(self._sources), self._names[number % len(self._sources)]
+        index, which = divmod(number, len(self._sources))
+        part = self._parts[which]
+        return (index if part is None else int(part.indices[index])), self._names[which]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PartOfSource:
+    """The samples of a source that train, or those that are held out (`data.validation_part`)."""
+
+    indices: np.ndarray
+    """Their indices in the source, rising."""
+
+    @classmethod
+    def of(cls, source: Source[Any], data: DataConfig, *, held_out: bool) -> "PartOfSource | None":
+        """One of the two parts of a source; None: it is not divided.
+
+        Raises: ConfigError: no sample would be held out.
+        """
+        if not data.validation_part:
+            return None
+        count = source.num_samples
+        assert count is not None, "a stream is not divided"
+        part = Fraction(str(data.validation_part))
+        ends = np.array([math.floor(part * index) for index in range(count + 1)])
+        is_held_out = np.diff(ends) > 0
+        if not is_held_out.any():
+            raise ConfigError(
+                f"data.validation_part = {data.validation_part} of the {count} samples of {data.description} is less "
+                "than one sample to validate on; raise it"
+            )
+        return cls(indices=np.flatnonzero(is_held_out == held_out))
 
 
 def _json_source(rows: JsonRows, data: DataConfig, kind: RecordKind[R_co], name: str, folder: str) -> Source[R_co]:
@@ -208,7 +253,7 @@ def _folder_of(files: Sequence[str], source: str) -> str:
 
 # ------------------------------------------------------------------------------------------------- files
 
-_BOOKKEEPING = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json")
+_BOOKKEEPING = (LIST, "dataset_infos.json", "dataset_dict.json", "state.json", "config.json")
 _NO_RECORDS = (*_BOOKKEEPING, "metadata.jsonl")
 """Files that are not records of ours; `datasets` makes records of metadata.jsonl and the images that it names."""
 _HELD_OUT = {"validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation", "heldout"}

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol, TypeVar
@@ -28,7 +29,7 @@ from mmtrain.data.packing import (
     bins_of_replica,
     plan_step,
 )
-from mmtrain.data.record_keys import UnreadKeys
+from mmtrain.data.pair_samples import Pairs
 from mmtrain.data.sources import Sources
 from mmtrain.errors import ConfigError, DataError, TooLongError, one_line
 from mmtrain.modality.metadata import AssignmentMeta, IterationMeta, MicrobatchMeta, sample_name
@@ -56,12 +57,14 @@ class Samples(Protocol[M, R]):
     """Capacity of a microbatch."""
     text: str
     """What `training.seq_len` counts of one sample, for errors."""
-    unread: UnreadKeys
-    """Keys of its records that nobody reads."""
 
-    def measured(self, sample: int) -> M | None:
+    def notes(self) -> list[str]:
+        """What is new to say about the records that were read, such as keys that nobody reads."""
+
+    def measured(self, sample: int, state: LoaderState) -> M | None:
         """The sample of an index, read up to its headers; None behind the end of a stream.
 
+        Args: state: where the step starts, by whose seed and epoch is drawn what is random about the sample.
         Raises: DataError: it cannot be read, or a header is corrupt.
         """
 
@@ -102,6 +105,16 @@ def order_of(data: DataConfig, num_samples: Sequence[int | None], *, shuffle: bo
     return MixedOrder(names, weights, num_samples, shuffle=shuffle)
 
 
+def samples_of(config: Config, split: str) -> Samples[Any, Any]:
+    """The samples of a split of a job.
+
+    Raises: ConfigError: source, split, tokenizer or image processor do not exist or do not fit the model.
+    """
+    kind = Clips if config.model.reads_clips else Pairs if config.model.reads_pairs else Conversations
+    samples: Samples[Any, Any] = kind(config, split)
+    return samples
+
+
 class StepMaker:
     """Plans and builds the steps of one data-parallel replica.
 
@@ -112,6 +125,7 @@ class StepMaker:
             g % dp_degree, and a step fills all of them.
         dealer: without an assigner, which replica each bin is of; None: as above.
         may_be_short: a split with fewer samples than microbatches makes steps with blank ones.
+        epochs: of the job: a step ends with its epoch, and may be short there; None: it may span two.
     Raises: ConfigError: source, split, tokenizer or image processor do not exist or do not fit the model.
     """
 
@@ -126,30 +140,39 @@ class StepMaker:
         assigner: StepAssigner | None = None,
         dealer: Dealer | None = None,
         may_be_short: bool = False,
+        epochs: Fraction | None = None,
     ) -> None:
+        self._epochs = epochs
         self._config, self._assigner, self._dealer, self._may_be_short = config, assigner, dealer, may_be_short
         key = "split" if split == config.data.split else "validation_split"
         self._split = f"the split {split!r} (data.{key}) of the source"
         self._dp_rank, self._dp_degree = dp_rank, dp_degree
-        self._samples: Samples[Any, Any] = (Clips if config.model.dit else Conversations)(config, split)
+        self._samples = samples_of(config, split)
         self._vae = latent_scale(config.model.vae) if config.model.vae else None
         self._order = order_of(config.data, self._samples.sources.num_samples, shuffle=shuffle)
         self._measured: dict[int, Any] = {}
+        self._start = LoaderState(seed=config.debug.seed)
 
     def plan(self, state: LoaderState) -> StepPlan:
         """The bins of the step that starts at `state`. Raises: DataError: a sample refused by the policies, or too
         few samples."""
         self._measured.clear()
+        self._start = state
         return plan_step(
             state,
             self._order,
-            self._size,
+            self.size_of,
             num_bins=self._config.training.global_batch_size,
             limits=self._samples.limits,
             num_samples=self._assigner.section.samples_per_step if self._assigner else 0,
             may_be_short=self._may_be_short,
+            epochs=self._epochs,
             split=self._split,
         )
+
+    def has_ended(self, state: LoaderState) -> bool:
+        """Whether the epochs of the job are done at a position."""
+        return self._epochs is not None and state.epochs >= self._epochs
 
     def build(self, plan: StepPlan) -> tuple[Batch, IterationMeta]:
         """The tensors and the metadata of this replica's microbatches of the step that was planned last.
@@ -159,12 +182,14 @@ class StepMaker:
         """
         # Samples that planning left out are distributed like bins, so that each is counted by one replica.
         num_skipped = len(plan.dropped[self._dp_rank :: self._dp_degree])
-        microbatches, assignment = self._assigned(plan) if self._assigner else self._dealt(plan)
-        contents, early = [], []
+        assigns = self._assigner and not plan.blank  # an assigner has a sample for each microbatch
+        microbatches, assignment = self._assigned(plan) if assigns else self._dealt(plan)
+        contents, early, num_blank = [], [], 0
         for members, blank in microbatches:
             readable = [] if blank else self._read(members)
             num_skipped += 0 if blank else len(members) - len(readable)
             if not readable:  # so that the step keeps its shape
+                num_blank += 1
                 sample, occurrence, _ = members[0]
                 readable = [(self._samples.emptied(self._measured[sample], occurrence), False)]
             contents.append([content for content, _ in readable])
@@ -172,7 +197,7 @@ class StepMaker:
         batch, metas = self._samples.batch(contents)
         if any(map(any, early)):
             metas = tuple(map(_with_deferred, metas, early))
-        meta = IterationMeta(microbatches=metas, num_skipped=num_skipped, assignment=assignment)
+        meta = IterationMeta(microbatches=metas, num_skipped=num_skipped, num_blank=num_blank, assignment=assignment)
         check_batch(batch, meta, self._vae)
         return batch, meta
 
@@ -201,8 +226,17 @@ class StepMaker:
         return [([(*item, False) for item in bins[index]], index in plan.blank) for index in own], meta
 
     def notes(self) -> list[str]:
-        """What is new to say about the samples that were read: keys that nobody reads."""
-        return self._samples.unread.take()
+        """What is new to say about the samples that were read."""
+        return self._samples.notes()
+
+    @property
+    def num_samples(self) -> tuple[int | None, ...]:
+        """Of each source; None for streams."""
+        return self._samples.sources.num_samples
+
+    def forget(self) -> None:
+        """Drops the samples that were measured for a step that is not built."""
+        self._measured.clear()
 
     @property
     def limits(self) -> tuple[Limit, ...]:
@@ -216,11 +250,12 @@ class StepMaker:
         Args: most: samples, at most.
         Raises: DataError: a sample refused by the policies.
         """
+        self._start = state
         samples: list[tuple[Any, Size]] = []
         seen: set[int] = set()
         while len(samples) < most and not self._order.ends(state):
             number = self._order.sample(state)
-            size = self._size(number)
+            size = self.size_of(number)
             if size is None:
                 return samples, True
             seen.add(number)
@@ -229,13 +264,16 @@ class StepMaker:
             state = self._order.after(state)
         return samples, len(seen) == self._order.num_samples
 
-    def _size(self, sample: int) -> Size | Dropped | None:
-        """Size of a sample, why it is left out, or None behind the end of a stream; keeps the measured sample."""
+    def size_of(self, sample: int) -> Size | Dropped | None:
+        """Size of a sample, why it is left out, or None behind the end of a stream; keeps the measured sample.
+
+        Raises: DataError: the policies refuse it.
+        """
         data, limit, samples = self._config.data, self._config.training.seq_len, self._samples
         if sample in self._measured:
             return samples.size(self._measured[sample])
         try:
-            measured = _made(self._name(sample), partial(samples.measured, sample))
+            measured = made_of(self._name(sample), partial(samples.measured, sample, self._start))
             if measured is None:
                 return None
         except DataError as error:
@@ -276,7 +314,7 @@ class StepMaker:
         for sample, occurrence, early in members:
             try:
                 read = partial(self._samples.read, self._measured[sample], occurrence)
-                readable.append((_made(self._name(sample), read), early))
+                readable.append((made_of(self._name(sample), read), early))
             except DataError:
                 if self._config.data.on_error == "raise":
                     raise
@@ -289,7 +327,7 @@ def _with_deferred(meta: MicrobatchMeta, early: Sequence[bool]) -> MicrobatchMet
     return replace(meta, documents=tuple(documents))
 
 
-def _made(name: str, make: Callable[[], T]) -> T:
+def made_of(name: str, make: Callable[[], T]) -> T:
     """The result of `make`. Any error about a sample becomes a `DataError`. Args: name: of the sample.
 
     Raises: DataError: one line that names the sample. ConfigError: the source as a whole cannot be read.

@@ -67,7 +67,7 @@ def job_tokenizer(config: Config) -> Any:
 
     Raises: ConfigError: as there, or it has more entries than the language model's vocabulary.
     """
-    captions = config.model.dit is not None
+    captions = config.model.reads_clips or config.model.reads_pairs
     tokenizer = load_tokenizer(config.tokenizer, captions=captions, model=config.model)
     vocab_size = language_config(config.model.language)["vocab_size"]
     if len(tokenizer) > vocab_size:
@@ -89,6 +89,8 @@ def load_tokenizer(section: TokenizerConfig, *, captions: bool = False, model: M
     """
     path = section.path or str(SHIPPED_CAPTIONS if captions else SHIPPED)
     tokenizer = read_tokenizer(path)
+    if not section.path and model is not None and model.reads_pairs:
+        _end_captions(tokenizer)
     if not section.path:
         further = model.modules.items() if model is not None else ()
         tokenizer.add_tokens([placeholder(*item) for item in further], special_tokens=True)
@@ -102,6 +104,15 @@ def load_tokenizer(section: TokenizerConfig, *, captions: bool = False, model: M
         tokenizer.chat_template = _chat_template(section, path, tokenizer, model)
         content_form(tokenizer)
     return tokenizer
+
+
+def _end_captions(tokenizer: Any) -> None:
+    """Lets a shipped tokenizer end each text with its first token, as those of CLIP do."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer.eos_token = end = SPECIAL_TOKENS[0]
+    template = TemplateProcessing(single=f"$A {end}", special_tokens=[(end, tokenizer.convert_tokens_to_ids(end))])
+    tokenizer.backend_tokenizer.post_processor = template
 
 
 def read_tokenizer(path: str) -> Any:

@@ -26,7 +26,7 @@ class _Limited:
 
     def apply_chat_template(self, *args: Any, **options: Any) -> Any:
         """As of the class. Raises: ConfigError: the template does not end in time."""
-        with _time_limit(f"the chat template of {self.name_or_path!r}"):  # type: ignore[attr-defined]
+        with time_limit(f"the chat template of {self.name_or_path!r}"):  # type: ignore[attr-defined]
             return super().apply_chat_template(*args, **options)  # type: ignore[misc]
 
     def __call__(self, text: Any, *args: Any, **options: Any) -> Any:
@@ -41,7 +41,7 @@ class _Limited:
 
 
 @contextmanager
-def _time_limit(what: str) -> Iterator[None]:
+def time_limit(what: str) -> Iterator[None]:
     """Ends what runs in the main thread of a process, after `TEMPLATE_S`; signals reach no other thread."""
     if threading.current_thread() is not threading.main_thread():
         yield

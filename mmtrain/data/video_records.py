@@ -5,7 +5,6 @@ file; or one folder, whose images sorted by name are the frames), `latents` (a .
 bytes) or `video` (the `Video` feature, or a path). It may have `fps`. All content stays encoded.
 """
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 from mmtrain.data.media import RawImage, check_text, folder_frames, frame_rate, raw_image, resolved
 from mmtrain.data.record_keys import REFUSED_COLUMNS, check_columns, unread
 from mmtrain.data.sources import Make, RecordKind
-from mmtrain.errors import ConfigError, DataError, shown
+from mmtrain.errors import ConfigError, DataError, nearest, shown
 
 CONTENTS = ("frames", "latents", "video")
 """Columns with content: a record has exactly one of them."""
@@ -89,7 +88,7 @@ def _frames(value: Any, where: str, folder: str) -> tuple[RawImage, ...]:
 
 def _recognise(name: str, columns: list[str]) -> Make[VideoRecord]:
     if "caption" not in columns:
-        near = difflib.get_close_matches("caption", columns, 1, cutoff=0.75)
+        near = nearest("caption", columns, cutoff=0.75)
         hint = f"; did you mean {near[0]!r}? rename it" if near else ""
         raise ConfigError(f"data.source {name} has no column `caption`; it has {', '.join(columns)}{hint}")
     if not set(CONTENTS) & set(columns):

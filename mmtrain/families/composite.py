@@ -16,6 +16,8 @@ class Part:
     """Key of its config; empty: its settings are keys of the whole model's config."""
     flat: bool = False
     """Whether older files have its settings as keys of the whole model's config."""
+    older: str = ""
+    """Key of a config that counts instead where older files have it."""
     model_type: str = ""
     """Of a config that names none."""
     shared: tuple[str, ...] = ()
@@ -46,8 +48,12 @@ class Composite:
     """Families of encoders that it can have."""
     languages: tuple[str, ...]
     """Families of language models that it can have."""
-    projector: str
-    """Its kind of projector."""
+    projector: str = ""
+    """Its kind of projector; two towers have none."""
+    loss: str = ""
+    """Of two towers: the loss of their pairs."""
+    scalar: tuple[int, ...] = (1,)
+    """Shape of each parameter of that loss in stored weights."""
     final_norm: bool = False
     """Whether its projector reads what the encoder's final norm makes."""
     class_in_text: bool = False
@@ -58,6 +64,11 @@ class Composite:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the whole model's config that concern how parts are joined, with the defaults of its class."""
 
+    @property
+    def model_class(self) -> str:
+        """The class of transformers."""
+        return f"{self.class_name}{'Model' if self.loss else 'ForConditionalGeneration'}"
+
 
 def removed(*beginnings: str) -> tuple[Spelling, ...]:
     """Spellings in which names begin so, and go on as in the class of the part."""
@@ -66,6 +77,9 @@ def removed(*beginnings: str) -> tuple[Spelling, ...]:
 
 PROJECTOR = Part(spellings=removed("multi_modal_projector.", "model.multi_modal_projector."), in_class=1)
 """A projector between the encoder and the language model, not a part of either."""
+
+CONTRAST = Part(spellings=({"logit_": "logit_"},), in_class=0)
+"""The parameters of the loss of two towers."""
 
 
 def language_part(**fields: Any) -> Part:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
-from mmtrain.families.composite import Composite
+from mmtrain.families.composite import Composite, Spelling
 from mmtrain.families.projectors import ProjectorKind
 from mmtrain.families.shapes import VisionShape
 from mmtrain.families.tensor_table import TensorTable
@@ -65,9 +65,11 @@ class Network:
     """Other values of `model_type` that name this network, or a whole model that contains it."""
     dropout: tuple[str, ...] = ()
     """Keys that must be 0: see `config_values`."""
-    prefixes: tuple[str, ...] = ()
-    """What may stand before the names of its parameters on disk where it is a part of a larger model. Where each module
-    of a whole model takes its own part, see `Composite`."""
+    spellings: tuple[Spelling, ...] = ()
+    """Its names in stored weights where it is a part of a larger model; the first one that occurs counts. Where each
+    module of a whole model takes its own part, see `Composite`."""
+    embeds: str = ""
+    """Of a tower: the part of its class that makes the embedding, which stored weights may lack."""
     table: TensorTable | None = None
     """How tensor parallelism divides its layers; None: it is not divided."""
 
@@ -90,6 +92,12 @@ class Encoder(Network):
     whose outputs its own merger reads in addition)."""
     shape: Callable[[Mapping[str, Any], str, int], VisionShape]
     """(complete config, name of the section in errors, spatial merge of the projector) -> its sizes."""
+    pooling: str = ""
+    """How it makes one embedding of an image, as `VisionShape` has it; empty: it is no tower."""
+    embedding: str = ""
+    """Its key with the width of that."""
+    pools: str = ""
+    """Its key that says whether it has the modules that make it; empty: it always has."""
     images: Images | None = None
     """None: it hears."""
     videos: Videos | None = None
@@ -109,6 +117,12 @@ class Language(Network):
     """Whether norms follow on the queries and keys of each head."""
     sliding_window: int = 0
     """Default of the key `sliding_window` where a number alone turns windows on, in tokens."""
+    embedding: str = ""
+    """Of a tower, which makes an embedding of each text: its key with the width of that; empty: it predicts tokens."""
+    embedding_bias: bool = False
+    """Whether the projection to the embedding has a bias."""
+    bidirectional: bool = False
+    """Of a tower: whether tokens see all of their text, and texts are padded to one length."""
 
     @property
     def position_axes(self) -> int:

@@ -87,10 +87,20 @@ class VisionShape:
     added to the output of language layer j. Source: DeepStack, arXiv:2406.04334."""
     merge: int
     """Spatial merge of the projector that is used."""
+    pooling: str = ""
+    """How a tower makes one embedding of an image. token: by a norm and a projection of its class token. attention: by
+    attention of one query over its rows, and an MLP. Empty: it is no tower."""
+    embedding_width: int = 0
+    """Columns of that embedding."""
 
     def block_kind(self, index: int) -> str:
         """The kind of a block: `FULL` or `WINDOWED`."""
         return WINDOWED if self.window and index not in self.full_blocks else FULL
+
+    @property
+    def head_dim(self) -> int:
+        """Columns of a head of attention."""
+        return self.width // self.num_heads
 
     @property
     def features_per_token(self) -> int:
@@ -130,7 +140,9 @@ class VisionShape:
 
     @property
     def patches_per_output(self) -> float:
-        """Patches of an image for each of its tokens, one of which may be the class token."""
+        """Patches of an image for each of its tokens, one of which may be the class token, or for its embedding."""
+        if self.pooling:
+            return math.prod(self.full_grid)
         if not self.keeps_class_token:
             return self.patches_per_token
         return 1 - 1 / self.full_tokens
@@ -170,6 +182,18 @@ class LanguageShape:
     """Rotated pairs of a head's columns for time, height and width; empty: positions are along the text alone."""
     sliding_window: int = 0
     """Tokens that a token sees, itself included; 0: all of its document."""
+    rotary: bool = True
+    """Whether positions are rotary; otherwise each has a row that is added to its token's."""
+    gated_mlp: bool = True
+    """Whether a third linear layer gates the inner columns."""
+    rms_norm: bool = True
+    """Whether norms are RMSNorms."""
+    embedding_width: int = 0
+    """Columns of the embedding that a tower makes of one token of each text; 0: it is no tower."""
+    embedding_bias: bool = False
+    """Whether the projection to that embedding has a bias."""
+    padded: bool = False
+    """Whether all texts have one length."""
 
     def block_kind(self, index: int) -> str:
         """The kind of a block: `FULL` of all, as packed documents attend in full."""

@@ -11,10 +11,12 @@ import json
 import logging
 import os
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -35,18 +37,36 @@ BEAT_S = 3.0
 """Seconds between two touches; an owner on another machine is considered dead after three without one."""
 
 
+@dataclass(slots=True)
+class Ownership:
+    """What becomes of the folder at the end."""
+
+    stays: bool = False
+    """It stays the job's, another process of which takes it over: a job whose ranks change has no one owner."""
+
+
 @contextmanager
-def owned(folder: Path, patience_s: float = PATIENCE_S, beat_s: float = BEAT_S) -> Iterator[None]:
+def owned(
+    folder: Path,
+    patience_s: float = PATIENCE_S,
+    beat_s: float = BEAT_S,
+    *,
+    job: str = "",
+    ownership: Ownership | None = None,
+) -> Iterator[None]:
     """A context in which only this process writes into the folder, which is created if it is absent.
 
-    Args: patience_s: how long to wait for the end of another owner.
+    Args:
+        patience_s: how long to wait for the end of another owner.
+        job: a name; an owner with the same one is replaced, also if it still runs: it may be stopped. Empty: none.
+        ownership: what becomes of the folder at the end.
     Raises: ConfigError: the folder cannot be made or written, or another process owns it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _check_room(folder)
-        file = _locked(folder / FILE, patience_s, beat_s)
-        _write(file)
+        file = _locked(folder / FILE, patience_s, beat_s, job)
+        _write(file, job)
     except OSError as error:
         raise ConfigError(
             f"job.dump_folder = {str(folder)!r} cannot be written: {error.strerror or error} "
@@ -61,8 +81,9 @@ def owned(folder: Path, patience_s: float = PATIENCE_S, beat_s: float = BEAT_S) 
         finally:
             ended.set()
             beat.join()
-            with suppress(OSError):
-                os.unlink(folder / FILE)  # before the lock is released: a process that waits for it sees a new file
+            if not (ownership and ownership.stays) and _is_at(file, folder / FILE):
+                with suppress(OSError):
+                    os.unlink(folder / FILE)  # before the lock is released: a process that waits for it sees a new file
 
 
 def _check_room(folder: Path) -> None:
@@ -72,22 +93,25 @@ def _check_room(folder: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
 
-def _write(file: TextIO) -> None:
+def _write(file: TextIO, job: str) -> None:
     """Writes who owns the folder. Raises: OSError: there is no room; the file is removed."""
     file.truncate(0)
     try:
-        os.write(file.fileno(), (json.dumps(_record()) + "\n").encode())
+        os.write(file.fileno(), (json.dumps(_record() | {"job": job}) + "\n").encode())
     except OSError:
         os.unlink(file.name)
         file.close()
         raise
 
 
-def _locked(path: Path, patience_s: float, beat_s: float) -> TextIO:
+def _locked(path: Path, patience_s: float, beat_s: float, job: str = "") -> TextIO:
     """The file, locked. Raises: ConfigError: another process owns it. OSError: it cannot be opened."""
     deadline, waits = time.monotonic() + patience_s, False
     while True:
         file = open(path, "a+", encoding="utf-8")  # noqa: SIM115  # it stays open
+        if job and _read(file).get("job") == job:
+            file.close()
+            return _replaced(path)
         if _lock(file):
             if _is_at(file, path) and not _is_alive(_read(file), path, 3 * beat_s):
                 return file
@@ -102,6 +126,15 @@ def _locked(path: Path, patience_s: float, beat_s: float) -> TextIO:
                 f"name another folder. If no such process runs on any machine, remove {path}"
             )
         time.sleep(0.2)
+
+
+def _replaced(path: Path) -> TextIO:
+    """A new file in place of the one that another process of the job has, locked."""
+    with tempfile.NamedTemporaryFile("a+", dir=path.parent, prefix=f".{FILE}-", delete=False) as made:
+        os.replace(made.name, path)
+    file = open(path, "a+", encoding="utf-8")  # noqa: SIM115  # it stays open
+    _lock(file)
+    return file
 
 
 def _lock(file: TextIO) -> bool:

@@ -13,12 +13,13 @@ class StopSignals:
     def __init__(self) -> None:
         self.number = 0
         """Of the newest signal; 0: none came."""
+        self.notice = ""
+        """A line that the first SIGINT prints; empty on all ranks but one."""
         self._before: dict[int, Any] = {}
-        self._notice = b""
 
     def catch(self, notice: str) -> None:
-        """Takes the signals. Args: notice: line that the first SIGINT prints; empty on all ranks but one."""
-        self._notice = notice.encode()
+        """Takes the signals."""
+        self.notice = notice
         self._before = {number: signal.signal(number, self._on_signal) for number in STOPS}
 
     def release(self) -> None:
@@ -29,7 +30,7 @@ class StopSignals:
     def _on_signal(self, number: int, frame: Any) -> None:
         earlier, self.number = self.number, number  # at once: the launcher's signal may interrupt this
         if not earlier and number == signal.SIGINT:
-            os.write(2, self._notice)  # not through the log, which this signal may have interrupted
+            os.write(2, self.notice.encode())  # not through the log, which this signal may have interrupted
         before = self._before.get(number)
         if number == earlier == signal.SIGINT and callable(before):  # else a launcher ends this process
             before(number, frame)

@@ -39,7 +39,7 @@ OWN_GROUP_MASK = 15
 TEXT = 0
 """Group of a language model's tokens of text; those of each encoder are a further one."""
 
-LanguageMask = Literal["causal", "image_bidirectional", "prefix", "modality"]
+LanguageMask = Literal["causal", "bidirectional", "image_bidirectional", "prefix", "modality"]
 
 
 def word(document: int, *, group: int = 0, span: int = 0, earlier: int = GROUP_MASK, full: int = 0) -> int:
@@ -79,6 +79,8 @@ def two_way_spans(document: DocumentMeta, kind: LanguageMask) -> list[tuple[int,
     if kind == "prefix":
         where = f"{sample_name(document.sample, document.source)}: the tokens before its first answer"
         spans = [(where, 0, document.prefix)] if document.prefix else []
+    elif kind == "bidirectional":
+        spans = [(document.name, 0, document.num_tokens)]
     elif kind == "image_bidirectional":
         return image_spans(document)
     else:
@@ -121,7 +123,8 @@ def extra_pairs(document: DocumentMeta, kind: LanguageMask) -> int:
 def language_bits(microbatch: MicrobatchMeta, kind: LanguageMask = "causal") -> Bits:
     """[T] int64: the mask words of one packed microbatch of the language model.
 
-    Args: kind: `causal` inside of each document; `image_bidirectional`: also bidirectional inside of each image;
+    Args: kind: `causal` inside of each document; `bidirectional` inside of each; `image_bidirectional`: causal, and
+        bidirectional inside of each image;
         `prefix`: also bidirectional among the tokens before a document's first answer; `modality`: text is causal, and
         a token of an encoder sees all those of its encoder in its document, and no others.
     Raises: DataError: see `two_way_spans`; or more documents or spans than fit into a word.

@@ -143,6 +143,11 @@ def video_geometry(dit: DitConfig, data: DataConfig, vae: VaeConfig | None = Non
     return geometry
 
 
+def default_bucket(geometry: VideoGeometry) -> tuple[int, int, int]:
+    """Frames, height and width of the bucket nearest to half of the longest one, with the first aspect."""
+    return min(geometry.frames, key=lambda count: abs(2 * count - geometry.frames[0])), *geometry.sizes[0]
+
+
 def check_video(config: Config) -> None:
     """Checks the clips and the DiT of a text-to-video job before anything starts; other jobs pass.
 
@@ -150,7 +155,12 @@ def check_video(config: Config) -> None:
     """
     if config.model.dit is not None:
         check_prediction(config.model)
-        video_geometry(config.model.dit, config.data, config.model.vae)
+        geometry = video_geometry(config.model.dit, config.data, config.model.vae)
+        if config.validation.samples and geometry.channels != 3:
+            raise ConfigError(
+                f"validation.samples = {config.validation.samples}, but the model's latents have {geometry.channels} "
+                "channels, so they are no pixels that could be shown; set it to 0"
+            )
 
 
 def latent_channels(dit: DitConfig) -> int:

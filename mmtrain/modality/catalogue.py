@@ -5,7 +5,7 @@ from collections.abc import Callable
 from mmtrain.modality.base import Modality
 from mmtrain.modality.bitfield import LanguageMask
 from mmtrain.modality.clips import Captions, Frames, Latents
-from mmtrain.modality.documents import Documents
+from mmtrain.modality.documents import Documents, Labels, Pairs, Texts, TokenIds
 from mmtrain.modality.images import Images
 from mmtrain.modality.submesh import Submesh
 from mmtrain.spec.layer import Division
@@ -14,6 +14,10 @@ from mmtrain.spec.spec import ModelSpec, ModuleSpec
 MODALITIES: dict[str, Callable[[LanguageMask, str], Modality]] = {
     "images": lambda mask, module: Images(module),
     "documents": lambda mask, module: Documents(mask),
+    "texts": lambda mask, module: Texts(mask),
+    "token_ids": lambda mask, module: TokenIds(mask),
+    "labels": lambda mask, module: Labels(mask),
+    "pairs": lambda mask, module: Pairs(mask),
     "captions": lambda mask, module: Captions(),
     "latents": lambda mask, module: Latents(),
     "frames": lambda mask, module: Frames(),

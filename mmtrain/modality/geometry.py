@@ -170,7 +170,7 @@ def model_geometry(
     return image_geometry(
         encoder_config(model.encoders[module], section_of(module)),
         section=section_of(module),
-        spatial_merge=model.projector_of(module).merge,
+        spatial_merge=model.merge_of(module),
         extra_tokens=int(vision_shape(model, module).keeps_class_token),
         min_pixels=min_pixels,
         max_pixels=max_pixels,

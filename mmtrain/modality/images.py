@@ -22,7 +22,7 @@ class Images(Modality):
 
     parts = "patches"
     remedy = "the model has no encoder for it; add [model.encoder], or [model.modules.NAME] of a further encoder"
-    counts: ClassVar[Mapping[str, str]] = {"image tokens": "outputs"}
+    counts: ClassVar[Mapping[str, str]] = {"image features": "outputs"}
 
     def __init__(self, module: str = "vision") -> None:
         """Args: module: name of the encoder; empty: all of them."""
@@ -52,8 +52,8 @@ class Images(Modality):
         return lambda image: of_grid(image.grid)
 
     def owed(self, units: Sequence[ImageMeta]) -> dict[str, int]:
-        """Image tokens."""
-        return {"image tokens": sum(image.num_tokens for image in units)}
+        """Rows that the encoder makes."""
+        return {"image features": sum(image.num_features for image in units)}
 
     def division(self, submesh: Submesh, module: ModuleSpec) -> Division:
         """The division of layers over tp ranks (unless each has the encoder), and of images or patches over others."""
@@ -131,7 +131,7 @@ class ImagesLayout:
 
     def _part_of(self, images: Sequence[ImageMeta], indices: tuple[int, ...], cp_rank: int) -> ImagesPart:
         extra = self._module.extra_rows
-        features = sum(image.num_tokens for image in images)
+        features = sum(image.num_features for image in images)
         rows = sum(image.num_patches + extra * image.grid[0] for image in images)
         if not self.submesh.share_patches:
             return ImagesPart(images=indices, rows=None, size=WorkSize(rows=rows, pairs=0, outputs=features))
@@ -160,8 +160,8 @@ class ImagesLayout:
         """[outputs] int64: for each output row of one rank for a work, its feature of its owner; -1: padding."""
         part = self.part(work, cp_rank, tp_rank)
         images = self.works[work].units
-        starts = np.cumsum([self._first_feature[work]] + [image.num_tokens for image in images])
-        of_images = [np.arange(starts[i], starts[i] + images[i].num_tokens) for i in part.images]
+        starts = np.cumsum([self._first_feature[work]] + [image.num_features for image in images])
+        of_images = [np.arange(starts[i], starts[i] + images[i].num_features) for i in part.images]
         features = np.concatenate(of_images) if of_images else np.empty(0, dtype=np.int64)
         if part.features is not None:
             features = features[self._module.feature_order(self._grids(work, part))][slice(*part.features)]
@@ -177,4 +177,4 @@ class ImagesLayout:
     @cached_property
     def _first_feature(self) -> dict[int, int]:
         """work -> index of its first feature among those of its microbatch."""
-        return first_of(self.works, lambda images: sum(image.num_tokens for image in images))
+        return first_of(self.works, lambda images: sum(image.num_features for image in images))

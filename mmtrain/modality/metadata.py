@@ -33,7 +33,8 @@ class ImageMeta:
     grid: tuple[int, int, int]
     """Patches (time, height, width); time is 1 for an image."""
     num_tokens: int
-    """Number of its tokens in the language model, after the spatial merge."""
+    """Number of its tokens in the language model, after the spatial merge; 0: no text has it, and its encoder makes one
+    embedding of it."""
     start: int = 0
     """Index of its first token in its document."""
     source: str = ""
@@ -59,6 +60,11 @@ class ImageMeta:
     def key(self) -> tuple[int, ...]:
         """(sample, index), and the frame if it has one, by which a batch is compared with its metadata."""
         return (self.sample, self.index) if self.frame is None else (self.sample, self.index, self.frame)
+
+    @property
+    def num_features(self) -> int:
+        """Number of rows that its encoder makes."""
+        return self.num_tokens or 1
 
     @property
     def num_patches(self) -> int:
@@ -262,6 +268,8 @@ class IterationMeta:
     num_skipped: int = 0
     """Samples that were skipped while this batch was made (`data.on_error`, `data.too_long`). Exactly one data-parallel
     replica counts each of them, so the sum over replicas is the true number."""
+    num_blank: int = 0
+    """Microbatches without a sample, each of which has one document or clip without content and without a loss."""
     assignment: AssignmentMeta | None = None
     """None: the first microbatch with room has each sample."""
 
@@ -269,6 +277,11 @@ class IterationMeta:
     def num_tokens(self) -> int:
         """Tokens of all microbatches."""
         return sum(m.num_tokens for m in self.microbatches)
+
+    @cached_property
+    def num_samples(self) -> int:
+        """Documents or clips of all microbatches, but for those of blank ones."""
+        return sum(len(m.documents) + len(m.clips) for m in self.microbatches) - self.num_blank
 
     @cached_property
     def num_targets(self) -> int:

@@ -3,7 +3,7 @@ costs, and those of mixed content with which `mmtrain check-parity` compares. Pu
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, product
 from math import isqrt
 from random import Random
 
@@ -11,6 +11,7 @@ from mmtrain.config.config import Config
 from mmtrain.modality.buckets import latent_channels, most_frames, video_geometry
 from mmtrain.modality.metadata import ClipMeta, DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
 from mmtrain.modality.typical import CLIP_SIDE, PIXELS_PER_LATENT
+from mmtrain.spec.shapes import language_shape
 from mmtrain.spec.vision_shapes import vision_shape
 
 LEAST_IMAGE_TEXT = 4
@@ -30,10 +31,13 @@ def probing_iteration(config: Config) -> IterationMeta:
 
     Of each encoder: images of three sizes (or the encoder's one), in increasing numbers until they do not fit, with
     little or much text, in one document or one for each image. Then text without images in one or four documents. So
-    rows, attended pairs, image tokens and labels vary independently. For text-to-video jobs see `_clips_iteration`.
+    rows, attended pairs, image tokens and labels vary independently. For text-to-video jobs see `_clips_iteration`, for
+    two towers `_pairs_iteration`.
     """
     if config.model.dit is not None:
         return _clips_iteration(config)
+    if config.model.reads_pairs:
+        return _pairs_iteration(config)
     limit = config.training.seq_len
     microbatches: list[MicrobatchMeta] = []
     for item in (item for name in config.model.encoders for item in _items(config, name)):
@@ -61,6 +65,10 @@ def work_curve(config: Config) -> IterationMeta:
         return IterationMeta(microbatches=tuple(_clips(config, i, [bucket] * n, text) for i, n in enumerate(numbers)))
     if config.model.encoder is None:
         return IterationMeta(microbatches=())
+    if config.model.reads_pairs:
+        length = _caption_lengths(config)[-1]
+        microbatches = [_pairs(config, i, n, length) for i, n in enumerate(_increasing(config.data.max_pairs))]
+        return IterationMeta(microbatches=tuple(microbatches))
     *_, image = _items(config, "vision")[:2]
     largest = max(_numbers(config.training.seq_len, image.num_tokens + 1))
     microbatches = [_microbatch(i, image, n, n, n) for i, n in enumerate(_increasing(largest))]
@@ -168,6 +176,36 @@ def _microbatch(index: int, image: ImageMeta, number: int, text: int, documents:
             )
         )
     return MicrobatchMeta(documents=tuple(made_documents))
+
+
+# ------------------------------------------------------------------------------------------------ pairs
+
+
+def _pairs_iteration(config: Config) -> IterationMeta:
+    """One microbatch for each size at which the layers of two towers are measured: 1, 2, 4, ... pairs up to
+    data.max_pairs, with captions of each length."""
+    sizes = product(_doubled(config.data.max_pairs), _caption_lengths(config))
+    return IterationMeta(microbatches=tuple(_pairs(config, i, *size) for i, size in enumerate(sizes)))
+
+
+def _caption_lengths(config: Config) -> list[int]:
+    """The most tokens of a caption, a quarter of that, and few; of a tower whose captions are padded, one length."""
+    shape = language_shape(config.model)
+    most = min(config.training.seq_len, shape.max_positions)
+    return [most] if shape.padded else sorted({most, -(-most // 4), min(most, LEAST_CAPTION)}, reverse=True)
+
+
+def _pairs(config: Config, index: int, number: int, length: int) -> MicrobatchMeta:
+    """A microbatch of pairs. Args: length: tokens of each caption."""
+    (module,) = config.model.encoders
+    image = replace(_NOTHING, module=module, grid=vision_shape(config.model, module).full_grid)
+    samples = range(index * 1000, index * 1000 + number)
+    return MicrobatchMeta(
+        documents=tuple(
+            DocumentMeta(sample=sample, num_tokens=length, num_targets=1, images=(replace(image, sample=sample),))
+            for sample in samples
+        )
+    )
 
 
 # ------------------------------------------------------------------------------------------------ clips

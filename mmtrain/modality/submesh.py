@@ -6,11 +6,20 @@ import numpy as np
 import numpy.typing as npt
 
 from mmtrain.config.config import Config
+from mmtrain.config.model import ModelConfig
+from mmtrain.families.catalogue import LANGUAGES
 from mmtrain.modality.bitfield import LanguageMask
 from mmtrain.modality.token_split import SplitPolicy
+from mmtrain.spec.model_configs import language_config
 from mmtrain.spec.rows import padded
 
 Indices = npt.NDArray[np.int64]
+
+
+def language_mask(model: ModelConfig) -> LanguageMask:
+    """Which tokens of a document see which in the language model: as the config says, unless its class decides."""
+    family = LANGUAGES[language_config(model.language)["model_type"]]
+    return "bidirectional" if family.bidirectional else model.language.attention_mask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +53,7 @@ class Submesh:
             share_patches=section.encoder_context_parallel == "patches" and section.context_parallel_degree > 1,
             data_encoder=config.data_encoder,
             head_groups=section.context_parallel_head_groups,
-            attention_mask=config.model.language.attention_mask,
+            attention_mask=language_mask(config.model),
         )
 
     @property

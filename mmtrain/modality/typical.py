@@ -8,7 +8,7 @@ from mmtrain.errors import ConfigError
 from mmtrain.modality.captioned_clips import FRAMES_PER_S, MOST_S, CaptionedClip
 from mmtrain.modality.geometry import ImageGeometry, model_geometry
 from mmtrain.modality.metadata import ClipMeta
-from mmtrain.spec.shapes import DitShape, dit_shape
+from mmtrain.spec.shapes import DitShape, dit_shape, language_shape
 from mmtrain.spec.spec import ModelSpec, ModuleSpec, clips_work, documents_work, frames_work, images_work
 from mmtrain.spec.vision_shapes import vision_shape
 from mmtrain.spec.work_size import WorkSize
@@ -85,6 +85,11 @@ class Bins:
     clip: ClipShape | None = None
     """Latents of every clip; None: the model makes no video. With clips, seq_len limits the tokens of a caption, not
     those of a microbatch."""
+    pairs: int = 0
+    """Pairs of an image and a caption in every microbatch, of two towers; 0: the model has others. With pairs, seq_len
+    limits the tokens of a caption."""
+    padded: bool = False
+    """Of pairs: whether captions are padded to seq_len tokens."""
 
     @classmethod
     def of(cls, config: Config, image_side: int = 0) -> "Bins":
@@ -99,6 +104,11 @@ class Bins:
         bins, seq_len = cls._without_images(config), config.training.seq_len
         if config.model.dit is not None:
             return replace(bins, clip=ClipShape.of(dit_shape(config.model), image_side or CLIP_SIDE))
+        if config.model.reads_pairs:
+            shape = language_shape(config.model)
+            most = min(seq_len, shape.max_positions)
+            patches = vision_shape(config.model).full_grid
+            return replace(bins, grid=patches, seq_len=most, pairs=config.data.max_pairs, padded=shape.padded)
         if not config.model.encoders:
             return bins
         image_side = image_side or IMAGE_SIDE
@@ -122,7 +132,7 @@ class Bins:
 
         Raises: ConfigError: the encoder does not read images.
         """
-        if config.model.dit is not None or not config.model.encoders:
+        if config.model.reads_clips or config.model.reads_pairs or not config.model.encoders:
             return cls.of(config)
         side = typical_side(config)
         fits = _tokens(config, side) < config.training.seq_len
@@ -137,6 +147,8 @@ class Bins:
     @property
     def most_images(self) -> int:
         """Largest number of images that fit into one microbatch with a token of text."""
+        if self.pairs:
+            return self.pairs
         return (self.seq_len - 1) // self.image_tokens if self.image_tokens else 0
 
     def work(self, module: ModuleSpec, number: int) -> WorkSize | None:
@@ -188,11 +200,27 @@ def _further(config: Config, side: int) -> tuple[tuple[str, tuple[int, int, int]
     return tuple(items)
 
 
+_PAIRS = 16
+"""Pairs of a typical microbatch of two towers."""
+
+
+def _pairs_sizes(spec: ModelSpec, seq_len: int) -> dict[str, WorkSize]:
+    """As `reference_sizes`, of two towers: pairs whose captions have half of the tokens that they may have."""
+    length = max(1, seq_len // 2)
+    sizes = {
+        "images": images_work(spec.modules[0], [(1, 16, 16)] * _PAIRS),
+        "texts": documents_work([length] * _PAIRS, _PAIRS),
+        "pairs": WorkSize(rows=2 * _PAIRS, pairs=_PAIRS**2, outputs=_PAIRS),
+    }
+    return {module.name: sizes[module.consumes] for module in spec.modules}
+
+
 def reference_sizes(spec: ModelSpec, seq_len: int) -> dict[str, WorkSize]:
     """Module -> a typical work, for which a separated partition is balanced; half of the tokens are image tokens.
 
     A microbatch has four documents, labels for a quarter of its tokens, and images of 16 x 16 patches. For a
-    text-to-video model it has two clips of 8 s and 256 x 256 pixels with prompts of 64 tokens, see `CLIP_SIDE`.
+    text-to-video model it has two clips of 8 s and 256 x 256 pixels with prompts of 64 tokens, see `CLIP_SIDE`; for two
+    towers pairs of such images and captions.
 
     Args: seq_len: tokens of a microbatch.
     """
@@ -204,8 +232,11 @@ def reference_sizes(spec: ModelSpec, seq_len: int) -> dict[str, WorkSize]:
         }
         vae = [module for module in spec.modules if module.name == "vae"]
         return sizes | {module.name: frames_work(module, [(32, 32, 32)] * 2) for module in vae}
-    sizes = {"language": WorkSize(rows=seq_len, pairs=max(1, seq_len * seq_len // 8), outputs=max(1, seq_len // 4))}
-    encoders = [spec.module(name) for name in spec.text.after]
+    if spec.reads_pairs:
+        return _pairs_sizes(spec, seq_len)
+    text = WorkSize(rows=seq_len, pairs=max(1, seq_len * seq_len // 8), outputs=max(1, seq_len // 4))
+    sizes = {module.name: text for module in spec.text_modules}
+    encoders = [module for module in spec.modules if module.name not in sizes]
     for module in encoders:
         outputs = max(1, seq_len // 2 // len(encoders))
         rows = outputs * module.patches_per_token

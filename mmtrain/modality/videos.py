@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mmtrain.config.config import CONVERSATION_VIDEO_KEYS
+from mmtrain.config.content import CONVERSATION_VIDEO_KEYS
 from mmtrain.config.data import DataConfig
 from mmtrain.config.model import ModelConfig
 from mmtrain.errors import ConfigError

@@ -8,7 +8,6 @@ import torch
 from mmtrain.config.model import ModelConfig, section_of
 from mmtrain.errors import ConfigError
 from mmtrain.families.catalogue import ENCODERS
-from mmtrain.models.adapters import decoder, vision_adapter
 from mmtrain.models.chunk import Chunk, VisionChunk
 from mmtrain.models.fused_qkv import is_fused, to_head_major
 from mmtrain.models.pretrained import open_tensors
@@ -16,10 +15,9 @@ from mmtrain.models.trainable import adapter_names, is_adapter, stored_adapter_n
 from mmtrain.models.whole import in_classes
 from mmtrain.spec.adapter_settings import check_settings
 from mmtrain.spec.hub_files import find_file, read_json
-from mmtrain.spec.linears import adapted_linears
+from mmtrain.spec.linears import adapted_layers
 from mmtrain.spec.model_configs import encoder_config
 from mmtrain.spec.modules import whole_kind
-from mmtrain.spec.shapes import language_shape
 from mmtrain.spec.vision_shapes import vision_shape
 
 _KEY = "model.lora.pretrained"
@@ -37,26 +35,30 @@ def load_adapters(chunk: Chunk, model: ModelConfig) -> int:
     parameters = {name: parameter for name, parameter in chunk.named_parameters() if is_adapter(name)}
     if not model.lora.pretrained or not parameters:
         return 0
-    (module,) = {name.partition(".")[0] for name in parameters}
-    file, keys = stored_adapters(model)[module]
-    with open_tensors(_KEY, file) as stored:
-        for name, parameter in parameters.items():
-            tensor = stored.get_tensor(keys[name])
-            if isinstance(chunk, VisionChunk) and is_fused(name, chunk.adapter.fused_qkv):
-                tensor = to_head_major(tensor, chunk.shape.num_heads)
-            parameter.copy_(tensor)
+    stored = stored_adapters(model)
+    for module in {name.partition(".")[0] for name in parameters}:
+        file, keys = stored[module]
+        with open_tensors(_KEY, file) as tensors:
+            for name, parameter in parameters.items():
+                if name.partition(".")[0] != module:
+                    continue
+                tensor = tensors.get_tensor(keys[name])
+                if isinstance(chunk, VisionChunk) and is_fused(name, chunk.adapter.fused_qkv):
+                    tensor = to_head_major(tensor, chunk.shape.num_heads)
+                parameter.copy_(tensor)
     return len(parameters)
 
 
 def stored_adapters(model: ModelConfig) -> dict[str, tuple[Path, dict[str, str]]]:
-    """Module -> the file of its adapters in `model.lora.pretrained`, and name of each parameter -> that in the file.
+    """Module, or projector -> the file of its adapters in `model.lora.pretrained`, and parameter -> its name there.
+    An encoder's own merger belongs to the encoder.
 
     A folder of a whole model has the names of its class in transformers, of any release; a folder of exported parts has
     a folder for each module. No tensor is read.
     Raises: ConfigError: no such folder, adapters that compute something else than those of the config, or tensors that
         are missing, of another shape, or that no parameter takes.
     """
-    modules = [name for name in (*model.encoders, "language") if adapted_linears(model, name)]
+    modules = list(dict.fromkeys(name.partition(".")[0] for name in _parameters(model)))
     if find_file(_KEY, model.lora.pretrained, _CONFIG, optional=True) is None:
         return {name: _in_folder(model, f"{name}_adapter/", [name], "") for name in modules}
     kind = whole_kind(model)
@@ -74,39 +76,38 @@ def _in_folder(model: ModelConfig, folder: str, modules: list[str], kind: str) -
     assert settings is not None and file is not None
     with open_tensors(_KEY, file) as tensors:
         stored = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    shapes = {name: shape for module in modules for name, shape in _parameters(model, module).items()}
+    shapes = {name: shape for name, shape in _parameters(model).items() if name.partition(".")[0] in modules}
     keys = {name: _stored_name(kind, name, stored) for name in shapes}
     source = f"{_KEY} = {model.lora.pretrained!r}"
     check_settings(f"{source}: {folder}{_CONFIG}", read_json(_KEY, settings), model.lora, map(_layer, keys.values()))
     wanted = {keys[name]: shape for name, shape in shapes.items()}
-    unused = {_stored_name(kind, name, stored) for module in modules for name in _parameters(model, module, True)}
+    unused = {_stored_name(kind, name, stored) for name in _parameters(model, unused=True)}
     _check_tensors(f"{source}: {folder}{_WEIGHTS}", stored, wanted, unused)
     return file, keys
 
 
-def _parameters(model: ModelConfig, module: str, unused: bool = False) -> dict[str, Shape]:
-    """Name of each parameter of a module's adapters -> its shape.
+def _parameters(model: ModelConfig, *, unused: bool = False) -> dict[str, Shape]:
+    """Name of each parameter of all adapters -> its shape.
 
     Args: unused: of blocks behind the features that are read, which no job has, instead.
     """
-    found: dict[str, Shape] = {}
-    blocks, depth, whole_depth = _blocks(model, module)
-    for index in range(depth, whole_depth) if unused else range(depth):
-        for linear in adapted_linears(model, module):
-            layer = f"{module}.{blocks}.{index}.{linear.name}"
-            down, up = adapter_names(f"{layer}.base_layer.weight")
-            found |= {down: (model.lora.rank, linear.inputs), up: (linear.outputs, model.lora.rank)}
+    lora, found = model.lora, dict[str, Shape]()
+    for module in (*model.encoders, "language"):
+        behind = _unused_blocks(model, module) if unused else range(0)
+        layers = adapted_layers(model, module, unused=behind) if behind or not unused else {}
+        for layer, linear in layers.items():
+            names = adapter_names(f"{layer}.base_layer.weight")
+            found |= {names.down: (lora.rank, linear.inputs), names.up: (linear.outputs, lora.rank)}
+            found |= {names.magnitude: (linear.outputs,)} if lora.use_dora else {}
     return found
 
 
-def _blocks(model: ModelConfig, module: str) -> tuple[str, int, int]:
-    """The name of a module's list of blocks, and how many blocks a job and its class have."""
+def _unused_blocks(model: ModelConfig, module: str) -> range:
+    """The blocks of a module's class that no job has."""
     if module == "language":
-        language = language_shape(model)
-        return decoder(language.model_type).blocks, language.depth, language.depth
+        return range(0)
     shape, values = vision_shape(model, module), encoder_config(model.encoders[module], section_of(module))
-    blocks = vision_adapter(shape.model_type).blocks
-    return blocks, shape.depth, values[ENCODERS[shape.model_type].sizes["depth"]]
+    return range(shape.depth, values[ENCODERS[shape.model_type].sizes["depth"]])
 
 
 def _stored_name(kind: str, name: str, stored: Collection[str]) -> str:
@@ -125,14 +126,14 @@ def _check_tensors(where: str, stored: Mapping[str, Shape], wanted: Mapping[str,
         if stored.get(name) != shape:
             there_is = f"has shape {stored[name]}, not {shape}" if name in stored else "is not there"
             raise ConfigError(
-                f"{where}: {name} {there_is}; take the base model and model.lora.target_modules with which the "
-                "adapters were trained"
+                f"{where}: {name} {there_is}; take the base model, model.lora.target_modules and trainable_layers with "
+                "which the adapters were trained"
             )
     surplus = sorted(stored.keys() - wanted.keys() - unused)
     if surplus:
         more = f" and {len(surplus) - 1} more" if len(surplus) > 1 else ""
         raise ConfigError(
             f"{where}: no parameter of this job takes {surplus[0]}{more}; "
-            'set trainable = "lora" for each module, and name in model.lora.target_modules each layer, that has '
-            "adapters there, or merge them into the base model with peft (`merge_and_unload`)"
+            'set trainable = "lora" for each module, and name in model.lora.target_modules and trainable_layers each '
+            "layer, that has adapters there, or merge them into the base model with peft (`merge_and_unload`)"
         )

@@ -53,6 +53,8 @@ class Adapter(ABC):
     """How to build and prune one network of a family, whose table names its layers."""
 
     classes: Classes
+    reader: str
+    """The class of transformers that reads what an export of the module alone holds; of an encoder, of a tower."""
     fused_qkv: tuple[str, ...] = ()
     """Layers of a block that make query, key and value at once, with head-major rows: see `fused_qkv`."""
 
@@ -70,18 +72,11 @@ class Adapter(ABC):
 
         Raises: ConfigError: the Hugging Face class refuses the config.
         """
-        config_class, make = self.classes
-        # Copied, since the classes change nested tables. Null is no window; of other keys it is the default.
-        given = {k: v for k, v in values.items() if k != "model_type" and (v is not None or k == "sliding_window")}
-        fields = copy.deepcopy(given)
-        try:
-            config = config_class(**fields)
-            config._attn_implementation = attention
-            with parameters_on_meta(), no_init_weights():
-                return make(config)
-        except Exception as error:  # the config classes have validators that raise types of their own
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise ConfigError(f"{config_class.__name__} cannot be built from the config: {reason}") from error
+        return _build(self.classes, values, attention)
+
+    def build_reader(self, values: dict[str, Any]) -> PreTrainedModel:
+        """The class that reads an export of a tower, with parameters on the meta device."""
+        return _build((self.classes[0], getattr(transformers, self.reader)), values, "sdpa")
 
     def keep(self, module: PreTrainedModel, *, embed: bool, blocks: list[int], norm: bool) -> None:
         """Drops every layer of the module but the wanted ones."""
@@ -93,6 +88,22 @@ class Adapter(ABC):
             _replace(module, self.norm, None)
 
 
+def _build(classes: Classes, values: dict[str, Any], attention: str) -> PreTrainedModel:
+    """A module of some classes, see `Adapter.build`."""
+    config_class, make = classes
+    # Copied, since the classes change nested tables. Null is no window; of other keys it is the default.
+    given = {k: v for k, v in values.items() if k != "model_type" and (v is not None or k == "sliding_window")}
+    fields = copy.deepcopy(given)
+    try:
+        config = config_class(**fields)
+        config._attn_implementation = attention
+        with parameters_on_meta(), no_init_weights():
+            return make(config)
+    except Exception as error:  # the config classes have validators that raise types of their own
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"{config_class.__name__} cannot be built from the config: {reason}") from error
+
+
 class VisionAdapter(Adapter):
     """How to call one encoder family on two-dimensional activations [R, D]."""
 
@@ -101,12 +112,31 @@ class VisionAdapter(Adapter):
         self.mergers = table.mergers
         """See `TensorTable`."""
 
+    pools: tuple[str, ...] = ()
+    """Of an encoder that may be a tower: the modules that make the embedding, behind the norm."""
+    tower_classes: Classes
+    """Of such an encoder: those whose module has them."""
+
+    def build_tower(self, values: dict[str, Any], attention: str = PACKED) -> PreTrainedModel:
+        """As `build`, with what makes the embedding of an image, of an encoder that may be a tower."""
+        return _build(self.tower_classes, values, attention)
+
     def keep(
-        self, module: PreTrainedModel, *, embed: bool, blocks: list[int], norm: bool, merger: bool = False
+        self,
+        module: PreTrainedModel,
+        *,
+        embed: bool,
+        blocks: list[int],
+        norm: bool,
+        merger: bool = False,
+        pool: bool = False,
     ) -> None:
-        """Drops every layer of the module but the wanted ones. Args: merger: its own merger is wanted."""
+        """Drops every layer of the module but the wanted ones. Args: merger: its own merger is wanted. pool: what makes
+        its embedding is."""
         super().keep(module, embed=embed, blocks=blocks, norm=norm)
         for name in () if merger else self.mergers:
+            _replace(module, name, None)
+        for name in () if pool else self.pools:
             _replace(module, name, None)
 
     def own_merger(self, tower: PreTrainedModel) -> list[nn.Module]:
@@ -140,6 +170,13 @@ class VisionAdapter(Adapter):
     @abstractmethod
     def call_block(self, index: int, block: nn.Module, x_RD: Tensor, context: Any) -> Tensor:
         """One block, [R, D]. Args: index: of the block in the whole module."""
+
+    def pool(self, tower: PreTrainedModel, x_NRD: Tensor) -> Tensor:
+        """The embeddings that a tower makes of the rows of N images of one size, [N, columns].
+
+        Only families with `pools` have it; others are refused as towers (`spec.vision_shapes`).
+        """
+        raise NotImplementedError
 
     def init_weights(self, tower: PreTrainedModel, module: nn.Module) -> None:
         """Initialises the tower or a module of it, whose children are done, by its class's own rule."""
@@ -202,7 +239,6 @@ class Decoder(Adapter):
     """A decoder-only language model with its head."""
 
     reader = "AutoModelForCausalLM"
-    """The class of transformers that reads what its `save_pretrained` writes."""
 
     def __init__(self, name: str, table: TensorTable) -> None:
         """Args: name: how the names of its classes begin. table: as of `Adapter`."""
@@ -215,12 +251,56 @@ class Decoder(Adapter):
     def build(self, values: dict[str, Any], attention: str = PACKED) -> PreTrainedModel:
         return super().build({**values, "use_cache": False}, attention)
 
+    def call_embed(self, language: PreTrainedModel, ids_T: Tensor, position_ids: Tensor) -> Tensor:
+        """The first activation, [t, D]. Args: position_ids: of the tokens."""
+        x_tD: Tensor = language.model.embed_tokens(ids_T)
+        return x_tD
+
+    def context(self, language: PreTrainedModel, x_tD: Tensor, position_ids: Tensor) -> dict[str, Any]:
+        """The arguments of all blocks in addition to activation and attention. Args: x_tD: only its device and dtype
+        are used."""
+        return {"position_embeddings": language.model.rotary_emb(x_tD[None], position_ids.unsqueeze(-2))}
+
+    def call_norm(self, language: PreTrainedModel, x_tD: Tensor) -> Tensor:
+        """What follows the last block, before a head."""
+        x_tD = language.model.norm(x_tD)
+        return x_tD
+
     def keep(self, module: PreTrainedModel, *, embed: bool, blocks: list[int], norm: bool) -> None:
         super().keep(module, embed=embed, blocks=blocks, norm=norm)
         if not norm:
             module.lm_head = None
         elif embed and module.config.tie_word_embeddings:
             module.lm_head.weight = module.model.embed_tokens.weight
+
+
+class TextTower(Decoder):
+    """A tower of texts, with the projection of the embedding of each."""
+
+    def __init__(self, classes: Classes, reader: str, projection: str, table: TensorTable) -> None:
+        """Args: classes: whose module has a projection. reader, table: as of `Adapter`. projection: its name there."""
+        Adapter.__init__(self, table)
+        self.classes, self.reader, self._projection = classes, reader, projection
+
+    def build(self, values: dict[str, Any], attention: str = PACKED) -> PreTrainedModel:
+        return Adapter.build(self, values, attention)
+
+    def keep(self, module: PreTrainedModel, *, embed: bool, blocks: list[int], norm: bool) -> None:
+        Adapter.keep(self, module, embed=embed, blocks=blocks, norm=norm)
+        if not norm:
+            _replace(module, self._projection, None)
+
+    def call_embed(self, language: PreTrainedModel, ids_T: Tensor, position_ids: Tensor) -> Tensor:
+        embeddings = language.embeddings  # whose own forward takes no more tokens than one text may have
+        x_tD: Tensor = embeddings.token_embedding(ids_T) + embeddings.position_embedding(position_ids)
+        return x_tD
+
+    def context(self, language: PreTrainedModel, x_tD: Tensor, position_ids: Tensor) -> dict[str, Any]:
+        return {}
+
+    def call_norm(self, language: PreTrainedModel, x_tD: Tensor) -> Tensor:
+        x_tP: Tensor = language.get_submodule(self._projection)(language.final_layer_norm(x_tD))
+        return x_tP
 
 
 class TextPart(Decoder):
@@ -286,12 +366,12 @@ def _with_head(text_model: Any, config: PreTrainedConfig) -> PreTrainedModel:
 
 def block_positions(grids: tuple[Grid, ...], merge: int) -> Tensor:
     """Row and column of each patch when patches come in merge x merge squares, [R, 2] int64."""
-    positions = []
-    for t, h, w in grids:
-        cells = torch.cartesian_prod(torch.arange(h), torch.arange(w))
-        squares = cells.reshape(h // merge, merge, w // merge, merge, 2).transpose(1, 2).reshape(-1, 2)
-        positions.append(squares.repeat(t, 1))
-    return torch.cat(positions)
+    counts = [t * h * w for t, h, w in grids]
+    height, width = (np.repeat([grid[axis] for grid in grids], counts) for axis in (1, 2))
+    patch = np.arange(sum(counts)) - np.repeat(np.cumsum(counts) - counts, counts)
+    square, inner = np.divmod(patch % (height * width), merge**2)
+    corners = np.stack(np.divmod(square, width // merge), axis=1) * merge
+    return torch.from_numpy(corners + np.stack(np.divmod(inner, merge), axis=1))
 
 
 def frame_bits(grids: tuple[Grid, ...]) -> Bits:

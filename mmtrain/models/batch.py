@@ -6,11 +6,13 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mmtrain.errors import DataError
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
+from mmtrain.modality.submesh import Indices
 from mmtrain.spec.vae_shapes import PIXEL_CHANNELS, LatentScale
 
 IGNORE_INDEX = -100
@@ -20,6 +22,12 @@ IGNORE_INDEX = -100
 def document_positions(lengths: Iterable[int]) -> Tensor:
     """[T] int64: the position of each packed token in its document. Args: lengths: tokens of each document."""
     return torch.cat([torch.arange(length) for length in lengths])
+
+
+def labelled_tokens(labels: Iterable[Tensor]) -> list[Indices]:
+    """[microbatch] -> the indices of its tokens with a label, ascending. Args: labels: [T] of each microbatch, on the
+    host."""
+    return [np.flatnonzero(of_tokens.numpy() != IGNORE_INDEX) for of_tokens in labels]
 
 
 @dataclass(kw_only=True)
@@ -217,6 +225,8 @@ def _check_slots(where: str, tensors: Microbatch, meta: MicrobatchMeta) -> None:
     for document in meta.documents:
         document_end = document_start + document.num_tokens
         for image in document.images:
+            if not image.num_tokens:
+                continue
             run = slots[at : at + image.num_tokens]
             whole = len(run) == image.num_tokens and run == list(range(run[0], run[0] + len(run)))
             if not whole or not document_start <= run[0] <= run[-1] < document_end:

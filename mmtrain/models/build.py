@@ -7,8 +7,11 @@ from mmtrain.config.model import ModelConfig, section_of
 from mmtrain.errors import ConfigError
 from mmtrain.models.adapters import decoder, vision_adapter
 from mmtrain.models.chunk import Chunk, LanguageChunk, VisionChunk
+from mmtrain.models.contrast import ContrastChunk
 from mmtrain.models.dit import DitChunk
 from mmtrain.models.vae import VaeChunk
+from mmtrain.models.vocabulary import LossChunk, VocabularyPart
+from mmtrain.spec.contrast import CONTRAST
 from mmtrain.spec.shapes import dit_shape, language_shape
 from mmtrain.spec.spec import ModelSpec
 from mmtrain.spec.vae_shapes import vae_shape
@@ -43,6 +46,13 @@ def build_chunk(
             chunk = DitChunk(model, dit_shape(model), spec, layers)
         elif module == "vae":
             chunk = VaeChunk(model, vae_shape(model), spec, layers)
+        elif spec.module(module).vocabulary is not None:
+            language = language_shape(model)
+            chunk = VocabularyPart(model, language, decoder(language.model_type), spec, module)
+        elif module == CONTRAST:
+            chunk = ContrastChunk(model, spec)
+        elif module == "loss":
+            chunk = LossChunk(model, spec)
         else:
             language = language_shape(model)
             chunk = LanguageChunk(model, language, decoder(language.model_type), spec, layers)

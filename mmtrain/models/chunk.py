@@ -15,13 +15,13 @@ Shape legend: R rows of a vision stage; V image tokens; T packed tokens, all of 
 of them under sequence parallelism; D width; L labelled positions.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from mmtrain.config.model import ModelConfig, projector_name, section_of
+from mmtrain.config.model import EncoderConfig, LanguageConfig, ModelConfig, projector_name, section_of
 from mmtrain.errors import DataError
 from mmtrain.families.shapes import LanguageShape, VisionShape
 from mmtrain.models.adapters import Decoder, VisionAdapter, check_grids
@@ -31,12 +31,13 @@ from mmtrain.models.fused_qkv import reorder_output
 from mmtrain.models.loss import LOSSES, LossOutput, VocabularySharding, WholeVocabulary
 from mmtrain.models.projector import Grid, Projector, make_projector
 from mmtrain.models.scatter import scatter_tokens
-from mmtrain.models.trainable import set_trainable
+from mmtrain.models.trainable import add_adapters, set_trainable
 from mmtrain.models.vision_rows import VisionRows
-from mmtrain.spec.linears import adapted_linears
+from mmtrain.spec.linears import adapted_layers, trained_blocks
 from mmtrain.spec.model_configs import encoder_config, language_config
 from mmtrain.spec.rows import RowSharding, WholeRows
-from mmtrain.spec.spec import ModelSpec, ModuleSpec
+from mmtrain.spec.spec import ModelSpec, ModuleSpec, VocabularyRows
+from mmtrain.spec.vocabulary import EMBED
 from mmtrain.spec.work_size import WorkSize
 
 
@@ -51,6 +52,7 @@ class Chunk(nn.Module):
         self.has_embed = "embed" in names
         self.has_norm = "norm" in names or "head" in names
         self.has_projector = "projector" in names
+        self.has_pool = "pool" in names
         self.block_indices = [int(n.partition(".")[2]) for n in names if "." in n]
         self.row_sharding: RowSharding = WholeRows()
         """Set by tensor parallelism, before the first forward."""
@@ -81,6 +83,16 @@ class Chunk(nn.Module):
     def tied_weight(self) -> nn.Parameter | None:
         """The copy of a tied matrix whose gradient must be summed with the copy in another chunk, or None."""
         return None
+
+    @property
+    def sums(self) -> frozenset[str]:
+        """The modules whose outputs, added up, are this chunk's input."""
+        return frozenset()
+
+    @property
+    def stored_rows(self) -> Mapping[str, VocabularyRows]:
+        """Parameter -> its rows of a larger matrix of that name, of which other ranks hold the others."""
+        return {}
 
 
 class FeatureRows(NamedTuple):
@@ -115,28 +127,26 @@ class VisionChunk(Chunk):
         self.projector_kind = projector.kind
         native = self.projector_kind == "native"
         # Under names that properties of this class may have, too.
-        self._modules[name] = adapter.build(encoder_config(section, section_of(name)))
+        build = adapter.build_tower if shape.pooling else adapter.build
+        self._modules[name] = build(encoder_config(section, section_of(name)))
         adapter.keep(
             self.vision,
             embed=self.has_embed,
             blocks=self.block_indices,
-            norm=self.has_norm,
+            norm=self.has_norm or (self.has_pool and shape.pooling == "token"),
             merger=native and self.has_projector,
+            pool=self.has_pool,
         )
         self._modules[projector_name(name)] = None
         if self.has_projector and not native:
             with torch.device("meta"):
                 self._modules[projector_name(name)] = make_projector(model, name)
-        set_trainable(
-            self.vision,
-            section.trainable,
-            lora=model.lora,
-            adapted=adapted_linears(model, name),
-            blocks=adapter.blocks,
-        )
+        set_trainable(self.vision, section.trainable, blocks=adapter.blocks, trained=chosen_blocks(model, name))
         for part in (*adapter.own_merger(self.vision), self.projector):
             if part is not None:
-                part.requires_grad_(bool(projector.trainable))
+                part.requires_grad_(projector.trainable is True)
+        mergers = (f"{name}.{merger}" for merger in adapter.mergers)
+        adapt(self, (f"{name}.{adapter.blocks}", *mergers, projector_name(name)), model, name)
         for block in self.blocks():
             for layer in adapter.fused_qkv:
                 reorder_output(block, layer)
@@ -204,6 +214,8 @@ class VisionChunk(Chunk):
             if self.shape.pool > 1:
                 x, rows = rows.pooled(x)
             x = self.vision.get_submodule(self.adapter.norm)(x)
+        if self.has_pool:
+            return _owned(self.adapter.pool(self.vision, x.unflatten(0, (len(grids), -1))))
         if self.has_projector:
             x, taps = rows.shard(self._features(rows, rows.whole(x), [rows.whole(tap) for tap in taps])), []
         return _owned(rows.leaving(torch.cat((x, *taps)) if taps else x))
@@ -244,6 +256,30 @@ class VisionChunk(Chunk):
         return x.new_zeros(0, width, dtype=dtype) + x.sum().to(dtype)
 
 
+def train_language(chunk: Chunk, language: nn.Module, model: ModelConfig, adapter: Decoder) -> None:
+    """Sets which parameters of a chunk's part of the language model train, and adds adapters; on the meta device."""
+    trained = chosen_blocks(model, "language")
+    set_trainable(language, model.language.trainable, blocks=adapter.blocks, trained=trained)
+    adapt(chunk, (f"language.{adapter.blocks}",), model, "language")
+
+
+def chosen_blocks(model: ModelConfig, module: str) -> frozenset[int] | None:
+    """The blocks of a module that train alone; None: the config chooses none."""
+    section = model.sections[module]
+    assert isinstance(section, EncoderConfig | LanguageConfig)
+    return trained_blocks(model, module) if section.trainable_layers else None
+
+
+def adapt(chunk: nn.Module, containers: Iterable[str], model: ModelConfig, module: str) -> None:
+    """Adds the adapters of a module that lie in some of its submodules, of which a chunk may lack any."""
+    layers = adapted_layers(model, module)
+    for container in containers:
+        names = [name.removeprefix(f"{container}.") for name in layers if name.startswith(f"{container}.")]
+        owner, _, last = container.rpartition(".")
+        if names and getattr(chunk.get_submodule(owner), last, None) is not None:
+            add_adapters(chunk.get_submodule(container), names, model.lora)
+
+
 TIED_NAMES = {"language.lm_head.weight": "language.model.embed_tokens.weight"}
 """Name of the head of a language chunk -> that of the embedding which is the same parameter in some models."""
 
@@ -251,7 +287,8 @@ TIED_NAMES = {"language.lm_head.weight": "language.model.embed_tokens.weight"}
 class LanguageChunk(Chunk):
     """Layers of the language model; image features enter the first, the loss leaves the last.
 
-    As a text encoder it has no head: its last layer is the norm, and its normed states leave.
+    As a text encoder it has no head: its last layer is the norm, and its normed states leave; as a tower of texts only
+    those of labelled positions, projected.
     """
 
     def __init__(
@@ -267,25 +304,26 @@ class LanguageChunk(Chunk):
         self.language = adapter.build(language_config(model.language))
         adapter.keep(self.language, embed=self.has_embed, blocks=self.block_indices, norm=self.has_norm)
         self.has_head = self.is_last and self.module_spec.layers[-1].name == "head"
+        self.chooses_rows = self.is_last and self.module_spec.layers[-1].output_rows == "outputs"
+        """Whether only labelled rows leave: heads are modules of their own."""
         if not self.has_head:
             self.language.lm_head = None
-        set_trainable(
-            self.language,
-            model.language.trainable,
-            lora=model.lora,
-            adapted=adapted_linears(model, "language"),
-            blocks=adapter.blocks,
-        )
+        train_language(self, self.language, model, adapter)
         self.loss = LOSSES[model.language.loss](model)
         self.vocabulary: VocabularySharding = WholeVocabulary()
         """Set by tensor parallelism, which divides it."""
 
     def blocks(self) -> list[nn.Module]:
-        return list(self.language.model.layers.children())
+        return list(self.language.get_submodule(self.adapter.blocks).children())
+
+    @property
+    def sums(self) -> frozenset[str]:
+        parts = (name for name in self.module_spec.after if name.startswith(f"{EMBED}."))
+        return frozenset(parts) if self.lo == 0 else frozenset()
 
     def tied_weight(self) -> nn.Parameter | None:
-        if not self.shape.tied or self.has_embed == self.has_norm:
-            return None  # both in this chunk: one parameter already
+        if not self.shape.tied or self.has_embed == self.has_head:
+            return None  # both in this chunk: one parameter already; or neither
         return self.language.model.embed_tokens.weight if self.has_embed else self.language.lm_head.weight
 
     def forward(
@@ -297,16 +335,19 @@ class LanguageChunk(Chunk):
         features: Tensor | Mapping[str, Tensor] | None = None,
         fills: Mapping[str, FeatureRows] = _NO_FILLS,
         labels: Tensor | None = None,
+        labelled: Tensor | None = None,
         want_predictions: bool = False,
         want_losses: bool = False,
     ) -> Any:
-        """The activation [t, D] after this chunk's layers, or the `LossOutput` of the head.
+        """The activation [t, D] after this chunk's layers, or the `LossOutput` of the head, or the normed rows [L, D]
+        for heads that are modules of their own.
 
         T is a multiple of the degree of `row_sharding`; rows at the end may be padding, which no row sees and
         which has no label.
 
         Args:
-            x: the activation [t, D] of the chunk before; for the first chunk token ids [T].
+            x: the activation [t, D] of the chunk before; for the first chunk token ids [T], or if the embedding is in
+                modules of its own the embedded tokens [t, D].
             attention: which tokens each of the T tokens sees.
             position_ids: [T] int64, the position of each token in its document; [3, T] (time, height, width) of a
                 model with positions on three axes.
@@ -315,6 +356,7 @@ class LanguageChunk(Chunk):
                 slots, then those that are added behind layers 0, 1, ...
             fills: encoder -> what its features fill.
             labels: [T] int64 for the head, already shifted; IGNORE_INDEX where there is no target.
+            labelled: [L] int64, ascending: which of the T tokens have a label, if only these leave.
             want_predictions: also return the most likely token of each labelled position.
             want_losses: also return the loss of each labelled position.
         Raises: DataError: rows, positions, features or labels that disagree.
@@ -322,19 +364,24 @@ class LanguageChunk(Chunk):
         x, *carried = self.arriving(x)
         self._check_rows(len(x), position_ids.shape[-1], len(attention.rows))
         if self.has_embed:
-            x, *carried = self._filled(self.language.model.embed_tokens(x), features, fills)
+            x = self.adapter.call_embed(self.language, x, position_ids)
+        if self.lo == 0:
+            x, *carried = self._filled(x, features, fills)
         if self.block_indices:
-            rotary = self.language.model.rotary_emb(x[None], position_ids.unsqueeze(-2))
+            context = self.adapter.context(self.language, x, position_ids)
             hidden = x[None]
             for block in self.blocks():
-                hidden = block(hidden, attention_mask=attention, position_embeddings=rotary)
+                hidden = block(hidden, attention_mask=attention, **context)
                 if carried:
                     hidden = hidden + carried.pop(0)
             x = hidden[0]
         if self.has_head:
             return self._head(x, position_ids.shape[-1], labels, want_predictions, want_losses)
+        if self.chooses_rows:
+            assert labelled is not None
+            x = self.row_sharding.gather(x).index_select(0, labelled)
         if self.has_norm:
-            x = self.language.model.norm(x)
+            x = self.adapter.call_norm(self.language, x)
         num_leaving = self.module_spec.num_carried(self.hi - 1)
         carried += [torch.zeros_like(x)] * (num_leaving - len(carried))  # of encoders without items here
         return _owned(torch.cat((x, *carried)) if num_leaving else x)
@@ -364,7 +411,7 @@ class LanguageChunk(Chunk):
             raise DataError(f"the language model's head got {have} labels for {count} tokens")
         rows = (labels != IGNORE_INDEX).nonzero().squeeze(1)
         x_LD = self.row_sharding.gather(x_tD).index_select(0, rows)
-        logits_LV = self.language.lm_head(self.language.model.norm(x_LD))
+        logits_LV = self.language.lm_head(self.adapter.call_norm(self.language, x_LD))
         losses = self.loss(
             logits_LV, labels[rows], reduction="none" if want_losses else "sum", vocabulary=self.vocabulary
         )

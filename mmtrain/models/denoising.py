@@ -6,14 +6,22 @@ Shape legend: N clips; T text tokens of one clip; D columns; C, F, H, W channels
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from mmtrain.modality.bitfield import prompt_bits
+from mmtrain.modality.buckets import clip_seed
 from mmtrain.models.attention.context import attention_context
 from mmtrain.models.batch import document_positions
 from mmtrain.models.chunk import LanguageChunk
 from mmtrain.models.dit import DitChunk
+
+GUIDANCE = 3.0
+"""Default for a job that trained with hidden captions."""
+NUM_STEPS = 30
+"""Default number of calls of the model."""
 
 
 @torch.no_grad()
@@ -27,47 +35,69 @@ def encode_prompts(text_encoder: LanguageChunk, prompts: Sequence[Tensor]) -> li
     return list(states.split(lengths))
 
 
-@torch.no_grad()
+Predict = Callable[[Sequence[Tensor], float], Tensor]
+"""(noisy latents [C, F, H, W] of each clip, timestep) -> [N, C, F, H, W], the prediction for each."""
+
+
+def predictor(dit: DitChunk, texts: Sequence[Tensor]) -> Predict:
+    """The predictions of a whole DiT, all clips in one call. Args: texts: states [T, D] of each clip's prompt."""
+
+    def predict(clips: Sequence[Tensor], timestep: float) -> Tensor:
+        sides = zip(clips[0].shape[1:], dit.shape.patch, strict=True)
+        frames, rows, columns = (side // patch for side, patch in sides)
+        with torch.no_grad():
+            output = dit(
+                list(clips),
+                grids=((frames, rows, columns),) * len(clips),
+                text_lengths=tuple(len(text) for text in texts),
+                features=torch.cat(list(texts)),
+                timesteps=[timestep] * len(clips),
+                want_predictions=True,
+            )
+        return torch.stack(output.predictions)
+
+    return predict
+
+
 def denoise(
-    dit: DitChunk,
+    predict: Predict,
     scheduler: Any,
     noise_NCFHW: Tensor,
-    texts: Sequence[Tensor],
-    avoided_texts: Sequence[Tensor] | None,
     *,
-    guidance: float,
+    guidance: float | None,
     num_steps: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> Tensor:
-    """[N, C, F, H, W]: latents without noise, all clips in one call a step.
+    """[N, C, F, H, W]: latents without noise.
 
     Args:
-        dit: the whole module.
+        predict: for each clip with its prompt, then, with guidance, for each with the text that guidance avoids.
         scheduler: as `make_scheduler` gives it.
-        texts: states [T, D] of each clip's prompt.
-        avoided_texts: states of the text of each clip that guidance avoids; None: no guidance.
         guidance: weight w of classifier-free guidance: the prediction is u + w (p - u) of the predictions p with
-            the prompt and u with the other text. Source: Ho and Salimans, arXiv:2207.12598.
+            the prompt and u with the other text; None: p alone. Source: Ho and Salimans, arXiv:2207.12598.
         progress: told (steps done, steps in all).
     """
-    sides = zip(noise_NCFHW.shape[2:], dit.shape.patch, strict=True)
-    frames, rows, columns = (side // patch for side, patch in sides)
-    all_texts = [*texts, *(avoided_texts or ())]
-    common: dict[str, Any] = {
-        "grids": ((frames, rows, columns),) * len(all_texts),
-        "text_lengths": tuple(len(text) for text in all_texts),
-        "features": torch.cat(all_texts),
-        "want_predictions": True,
-    }
     scheduler.set_timesteps(num_steps, device=noise_NCFHW.device)
     x = noise_NCFHW
     for done, time in enumerate(scheduler.timesteps):
-        clips = list(x) if avoided_texts is None else [*x, *x]
-        predicted = torch.stack(dit(clips, timesteps=[float(time)] * len(all_texts), **common).predictions)
-        if avoided_texts is not None:
+        predicted = predict(list(x) if guidance is None else [*x, *x], float(time))
+        if guidance is not None:
             prompted, avoided = predicted.chunk(2)
             predicted = avoided + guidance * (prompted - avoided)
         x = scheduler.step(predicted, time, x).prev_sample
         if progress:
             progress(done + 1, num_steps)
     return x
+
+
+def start_noise(shape: tuple[int, int, int, int], seed: int, index: int) -> Tensor:
+    """[C, F, H, W]: where sample `index` of every prompt begins; drawn on the CPU, so equal on all devices."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(clip_seed(seed, 0, 0, index)))
+
+
+def to_pixels(latents_CFHW: Tensor) -> npt.NDArray[np.uint8] | None:
+    """[F, H, W, 3] of latents that are pixels from -1 to 1; None: they are no pixels."""
+    if len(latents_CFHW) != 3:
+        return None
+    levels = ((latents_CFHW.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+    return np.ascontiguousarray(levels.permute(1, 2, 3, 0).numpy())

@@ -34,6 +34,9 @@ _NOISE = 0x6E6F697365
 class ClipNoise:
     """The random choices for all clips of one step."""
 
+    wants_predictions = False
+    """Whether the outcome of the step has what the DiT predicts for each clip."""
+
     def __init__(self, section: DiffusionConfig, job_seed: int, step: int, *, null_token: int | None) -> None:
         """Args:
         job_seed: `debug.seed`.
@@ -108,6 +111,27 @@ class ClipNoise:
 
     def _seed(self, clip: ClipMeta) -> int:
         return clip_seed(*self._key, clip.sample, clip.index)
+
+
+class GivenNoise(ClipNoise):
+    """For sampling: all clips are noisy already, at one timestep, and have no target."""
+
+    wants_predictions = True
+
+    def __init__(self, timestep: float) -> None:
+        self._timestep = timestep
+
+    def timestep(self, clip: ClipMeta) -> float:
+        return self._timestep
+
+    def prompts(self, clips: Sequence[ClipMeta], text_ids_T: Tensor) -> Tensor:
+        return text_ids_T
+
+    def noisy(self, clip: ClipMeta, latents_CFHW: Tensor) -> Tensor:
+        return latents_CFHW
+
+    def target(self, clip: ClipMeta, latents_CFHW: Tensor) -> Tensor | None:
+        return None
 
 
 @dataclass(frozen=True, slots=True)

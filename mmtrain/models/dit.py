@@ -2,7 +2,8 @@
 
 Between two chunks travels one tensor of the DiT's width: the latent tokens of all clips, then the projected text tokens
 of all clips, then `TIME_ROWS` rows a clip. All blocks read text and timesteps, and their gradients come back the same
-way. Attention stays inside of a clip and its own prompt, so a block is called once for each clip, without padding.
+way. Attention stays inside of a clip and its own prompt. A block is called once for all clips of one size whose prompts
+have as many tokens, as a batch without padding.
 Tensor-parallel ranks divide the latent tokens of each clip, filled up behind, and all have its text and its timestep;
 of the text encoder's states, which they gather, each brings its rows.
 Behind a VAE the tensor has more columns, which hold the clean latents in the rows of their tokens, and else zeros: the
@@ -143,13 +144,26 @@ class DitChunk(Chunk):
                 )
             parts = Conditioned.of(x, num_tokens, text_lengths, self.shape.clean_columns)
         if self.block_indices:
-            rotary = self._rotary(grids)
-            tokens = list(parts.tokens)
-            for block in self.blocks():
-                for i, grid in enumerate(grids):
-                    tokens[i] = block(tokens[i], parts.texts[i], parts.times[i : i + 1, :-1], rotary[grid])
-            parts = parts._replace(tokens=tokens)
+            parts = parts._replace(tokens=self._through_blocks(parts, grids, text_lengths))
         return self._head(parts, grids, targets, want_predictions) if self.has_head else parts.joined()
+
+    def _through_blocks(
+        self, parts: Conditioned, grids: tuple[Grid, ...], text_lengths: tuple[int, ...]
+    ) -> list[Tensor]:
+        """[1, r, D] of each clip, after all blocks."""
+        batches: dict[tuple[Grid, int], list[int]] = {}
+        for i, key in enumerate(zip(grids, text_lengths, strict=True)):
+            batches.setdefault(key, []).append(i)
+        rotary = self._rotary(grids)
+        tokens = {key: torch.cat([parts.tokens[i] for i in clips]) for key, clips in batches.items()}
+        texts = {key: torch.cat([parts.texts[i] for i in clips]) for key, clips in batches.items()}
+        times = {key: parts.times[clips, :-1] for key, clips in batches.items()}
+        for block in self.blocks():
+            for key in batches:
+                tokens[key] = block(tokens[key], texts[key], times[key], rotary[key[0]])
+        order = [i for clips in batches.values() for i in clips]
+        rows = [row for x_NrD in tokens.values() for row in x_NrD.split(1)]
+        return [row for _, row in sorted(zip(order, rows, strict=True), key=lambda pair: pair[0])]
 
     def _embed(
         self,

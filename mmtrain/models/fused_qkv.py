@@ -32,8 +32,8 @@ def is_fused(name: str, fused: tuple[str, ...]) -> bool:
     """Whether a parameter has head-major rows.
 
     Args:
-        name: of the parameter, in a module or in a file; a wrapped layer's `base_layer` counts as the layer, and so
-            does the second matrix of its adapter.
+        name: of the parameter, in a module or in a file; a wrapped layer's `base_layer` counts as the layer, and so do
+            the second matrix and the lengths of its adapter.
         fused: names of the layers inside of a block, as an adapter's `fused_qkv`.
     """
     if ".lora_A." in name:  # [rank, inputs]: its rows are no heads

@@ -9,6 +9,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -17,9 +18,12 @@ from transformers import PreTrainedModel
 from mmtrain.config.model import projector_name
 from mmtrain.models.adapters import VisionAdapter
 from mmtrain.models.chunk import Chunk, LanguageChunk, VisionChunk
+from mmtrain.models.contrast import ContrastChunk
 from mmtrain.models.dit import DitChunk, init_tables
-from mmtrain.models.trainable import is_adapter, plain_name
+from mmtrain.models.trainable import is_adapter, plain_name, start_magnitudes
 from mmtrain.models.vae import VaeChunk, VaeDecoder
+from mmtrain.models.vocabulary import VocabularyPart
+from mmtrain.spec.spec import VocabularyRows
 
 _EMBEDDING = "language.model.embed_tokens"
 _HEAD = "language.lm_head"
@@ -48,6 +52,8 @@ def init_encoder(module: PreTrainedModel, adapter: VisionAdapter, seed: int, nam
 
 
 def _run(whole: nn.Module, plan: Iterable[Step], seed: int) -> None:
+    if not any(True for _ in whole.parameters()):
+        return
     for param in whole.parameters():
         param.fill_(torch.nan)  # shows below if a class forgets one of its parameters
     device = next(whole.parameters()).device
@@ -57,6 +63,7 @@ def _run(whole: nn.Module, plan: Iterable[Step], seed: int) -> None:
         for name, module, init in plan:
             stream.manual_seed(_seed(seed, name))
             init(module)
+    start_magnitudes(whole)
     for name, param in whole.named_parameters():
         assert not param.isnan().any(), f"{name} was not initialised by {type(whole).__name__}"
 
@@ -68,23 +75,67 @@ def _plan(chunk: Chunk | VaeDecoder) -> Iterator[Step]:
         yield from _hugging_face(chunk.vision, encoder, partial(chunk.adapter.init_weights, chunk.vision))
         if chunk.projector is not None:
             for name, module in _children_first(chunk.projector, projector_name(encoder)):
-                if isinstance(module, nn.Linear | nn.LayerNorm):
-                    yield name, module, lambda m: m.reset_parameters()
-    elif isinstance(chunk, LanguageChunk):
-        rule = chunk.language._init_weights
+                if is_adapter(name):
+                    yield from _of_adapter(name, module)
+                elif isinstance(module, nn.Linear | nn.LayerNorm):
+                    yield plain_name(name), module, lambda m: m.reset_parameters()
+    elif isinstance(chunk, LanguageChunk | VocabularyPart):
+        rule, tied = chunk.language._init_weights, chunk.shape.tied
         for name, module, init in _hugging_face(chunk.language, "language", rule):
-            if not (name == _HEAD and chunk.shape.tied):
+            if name not in (_EMBEDDING, _HEAD):
                 yield name, module, init
-        if chunk.shape.tied and chunk.has_norm and not chunk.has_embed:
-            # The copy in the head starts as the embedding does: same rule, same stream.
-            weight, padding = chunk.language.lm_head.weight, chunk.language.config.pad_token_id
-            yield _EMBEDDING, nn.Embedding(*weight.shape, padding_idx=padding, _weight=weight), rule
+            elif name == _EMBEDDING or not (tied and chunk.has_embed):
+                # A tied head without its embedding starts as that does: same rule, same stream.
+                of_tokens = name == _EMBEDDING or tied
+                padding = chunk.language.config.pad_token_id if of_tokens else None
+                draw = partial(_init_rows, rule, nn.Embedding if of_tokens else nn.Linear, padding)
+                yield _EMBEDDING if of_tokens else _HEAD, module, partial(draw, chunk.stored_rows.get(f"{name}.weight"))
     elif isinstance(chunk, DitChunk):  # diffusers' classes have their rules in their constructors
         for name, module in _children_first(chunk.dit, "dit"):
             yield name, module, init_tables
+    elif isinstance(chunk, ContrastChunk):
+        yield chunk.module_spec.name, chunk, ContrastChunk.init_weights  # type: ignore[misc]
     elif isinstance(chunk, VaeChunk | VaeDecoder):
         for name, module in _children_first(chunk.vae, "vae"):
             yield name, module, chunk.adapter.init_own
+
+
+_BLOCK_ROWS = 256
+"""Rows of a matrix of the vocabulary that are drawn at once. On a CPU torch draws normal numbers in groups of 16, so
+that blocks of whole groups, drawn one after the other, are those of one large matrix. A GPU draws in no such order:
+there a whole matrix has the values of its rows since it is drawn in the same blocks."""
+
+
+def _init_rows(
+    rule: Callable[[nn.Module], object],
+    kind: type[nn.Embedding] | type[nn.Linear],
+    padding: int | None,
+    rows: VocabularyRows | None,
+    module: nn.Module,
+) -> None:
+    """Some rows of a matrix, or all, as in the whole one, of which only a block exists at a time.
+
+    Args: rule: for a module of this kind. padding: token whose row is the rule's own; below 0 counted from the end.
+        rows: None: all.
+    """
+    weight = module.weight
+    assert isinstance(weight, nn.Parameter)
+    own_first, own_last, total = rows or (0, len(weight), len(weight))
+    padding = None if padding is None else padding % total
+    starts = [*range(0, max(1, total - _BLOCK_ROWS + 1), _BLOCK_ROWS), total]
+    for start, end in pairwise(starts):
+        shape = end - start, weight.shape[1]
+        block: nn.Module
+        if kind is nn.Embedding:
+            own = padding - start if padding is not None and start <= padding < end else None
+            block = nn.Embedding(*shape, padding_idx=own, _weight=weight.new_empty(shape))
+        else:
+            block = nn.Linear(1, 1, bias=False, device="meta")  # which draws nothing
+            block.weight = nn.Parameter(weight.new_empty(shape))
+        rule(block)
+        first, last = max(start, own_first), min(end, own_last)
+        if first < last:
+            weight[first - own_first : last - own_first] = block.weight[first - start : last - start]
 
 
 def _hugging_face(module: nn.Module, name: str, rule: Callable[[nn.Module], object]) -> Iterator[Step]:
@@ -92,8 +143,13 @@ def _hugging_face(module: nn.Module, name: str, rule: Callable[[nn.Module], obje
     for child_name, child in _children_first(module, name):
         if not is_adapter(child_name):
             yield plain_name(child_name), child, rule
-        elif isinstance(child, nn.Linear):
-            yield child_name, child, _kaiming if ".lora_A." in child_name else _zero
+        else:
+            yield from _of_adapter(child_name, child)
+
+
+def _of_adapter(name: str, module: nn.Module) -> Iterator[Step]:
+    if isinstance(module, nn.Linear):
+        yield name, module, _kaiming if ".lora_A." in name else _zero
 
 
 def _kaiming(adapter: nn.Module) -> None:

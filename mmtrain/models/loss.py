@@ -27,9 +27,9 @@ class LossOutput(NamedTuple):
     """Float32 scalar: the loss summed over the targets; 0 with a graph if there is none."""
     predictions: Any = None
     """If asked for: of a language model [L] int64, a token for each labelled position; of a DiT [C, F, H, W] float32 of
-    each clip."""
+    each clip; of two towers [2, N, D] float32, the normalised embeddings of images and captions."""
     losses: Tensor | None = None
-    """If asked for: [L] float32, the loss of each labelled position, detached."""
+    """If asked for: [L] float32, the loss of each labelled position, or pair, detached."""
 
 
 class VocabularySharding(Protocol):
@@ -122,10 +122,63 @@ class SquaredError(Loss):
         return errors_nP if reduction == "none" else errors_nP.sum()
 
 
-LOSSES: dict[str, Callable[[ModelConfig], Loss]] = {"cross_entropy": CrossEntropy, "squared_error": SquaredError}
+class PairLoss(Loss):
+    """Of the pairs of N images and N captions, from their similarities."""
+
+    lack = "no pair of an image and a caption"
+
+    def __call__(
+        self,
+        logits_NN: Tensor,
+        targets_N: Tensor,
+        *,
+        reduction: Reduction = "sum",
+        vocabulary: VocabularySharding = _ALL_TOKENS,
+    ) -> Tensor:
+        """Float32: the loss of each image, [N], or its sum.
+
+        Args: logits_NN: [image, caption]. targets_N: the caption of each image. vocabulary: unread.
+        """
+        losses_N = self.of_images(logits_NN, targets_N)
+        return losses_N if reduction == "none" else losses_N.sum()
+
+    @abstractmethod
+    def of_images(self, logits_NN: Tensor, targets_N: Tensor) -> Tensor:
+        """[N]: the loss of each image with its caption. Arguments: see `__call__`."""
+
+
+class ClipLoss(PairLoss):
+    """Of each pair the cross-entropy of the caption among all captions, and of the image among all images, half each.
+
+    Source: CLIP, arXiv:2103.00020, figure 3.
+    """
+
+    def of_images(self, logits_NN: Tensor, targets_N: Tensor) -> Tensor:
+        of_captions_N = nn.functional.cross_entropy(logits_NN, targets_N, reduction="none")
+        of_images_N = nn.functional.cross_entropy(logits_NN.T, targets_N.argsort(), reduction="none")
+        return (of_captions_N + of_images_N[targets_N]) / 2
+
+
+class SigmoidLoss(PairLoss):
+    """Of each image the binary cross-entropies of all captions, of which one is its own.
+
+    Source: SigLIP, arXiv:2303.15343, equation 1.
+    """
+
+    def of_images(self, logits_NN: Tensor, targets_N: Tensor) -> Tensor:
+        own_NN = nn.functional.one_hot(targets_N, logits_NN.shape[1]).to(logits_NN.dtype)
+        return nn.functional.binary_cross_entropy_with_logits(logits_NN, own_NN, reduction="none").sum(dim=1)
+
+
+LOSSES: dict[str, Callable[[ModelConfig], Loss]] = {
+    "cross_entropy": CrossEntropy,
+    "squared_error": SquaredError,
+    "clip": ClipLoss,
+    "siglip": SigmoidLoss,
+}
 """By the key `loss` of the section of the module with the head."""
 
 
 def loss_of(model: ModelConfig) -> Loss:
-    """The loss that a model is trained with: that of its DiT, or else of its language model."""
-    return LOSSES[(model.dit or model.language).loss](model)
+    """The loss that a model is trained with: that of its DiT, of its two towers, or else of its language model."""
+    return LOSSES[(model.dit or model.contrast or model.language).loss](model)

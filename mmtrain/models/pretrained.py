@@ -1,9 +1,10 @@
 """Loads a chunk's own weights, and no others, from the safetensors files of a folder or hub id."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mmtrain.config.model import (
+    ContrastConfig,
     DitConfig,
     EncoderConfig,
     LanguageConfig,
@@ -23,14 +25,18 @@ from mmtrain.config.model import (
 from mmtrain.errors import ConfigError
 from mmtrain.families.catalogue import NETWORKS
 from mmtrain.families.composite import Spelling
+from mmtrain.models.build import build_chunk
 from mmtrain.models.chunk import Chunk, LanguageChunk, VisionChunk
+from mmtrain.models.contrast import ContrastChunk
 from mmtrain.models.dit import DitChunk
 from mmtrain.models.fused_qkv import is_fused, to_head_major
-from mmtrain.models.trainable import is_adapter, plain_name
+from mmtrain.models.trainable import is_adapter, plain_name, start_magnitudes
 from mmtrain.models.vae import VaeChunk, VaeDecoder
-from mmtrain.spec.composites import part_spellings
+from mmtrain.models.vocabulary import LossChunk, VocabularyPart
+from mmtrain.spec.composites import check_contrast, check_embeds, occurring, part_names, part_spellings, spellings_of
 from mmtrain.spec.hub_files import find_file, read_json
 from mmtrain.spec.modules import projector_sizes
+from mmtrain.spec.spec import ModelSpec, VocabularyRows
 from mmtrain.spec.weight_files import STEMS, damaged, header, weight_files
 
 _OLD_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
@@ -51,6 +57,22 @@ def load_pretrained(chunk: Chunk | VaeDecoder, model: ModelConfig) -> int:
     weights. Adapters keep their initial values: a file holds the layers that they adapt.
     Raises: ConfigError: no safetensors file, or weights that are missing, unexpected or of another shape.
     """
+    loaded = _load_chunk(chunk, model)
+    start_magnitudes(chunk)
+    return loaded
+
+
+def check_pretrained(model: ModelConfig, spec: ModelSpec) -> int:
+    """Checks the names and shapes of all stored weights against the model, as `load_pretrained` does, but reads none.
+
+    Returns: the number of parameters (tensors) that they set.
+    Raises: ConfigError: as `load_pretrained`.
+    """
+    whole = ((module.name, (0, len(module.layers))) for module in spec.modules)
+    return sum(_load_chunk(build_chunk(model, spec, name, layers), model) for name, layers in whole)
+
+
+def _load_chunk(chunk: Chunk | VaeDecoder, model: ModelConfig) -> int:
     if isinstance(chunk, VisionChunk):
         name = chunk.module_spec.name
         fused_heads = dict.fromkeys(chunk.adapter.fused_qkv, chunk.shape.num_heads)
@@ -63,9 +85,15 @@ def load_pretrained(chunk: Chunk | VaeDecoder, model: ModelConfig) -> int:
     if isinstance(chunk, VaeChunk | VaeDecoder):
         assert model.vae is not None
         return _load(chunk.vae, "model.vae", model.vae, chunk.shape.model_type, {})
-    assert isinstance(chunk, LanguageChunk)
+    if isinstance(chunk, ContrastChunk):
+        assert model.contrast is not None
+        return _load_contrast(chunk.contrast, model.contrast)
+    if isinstance(chunk, LossChunk):
+        return 0
+    assert isinstance(chunk, LanguageChunk | VocabularyPart)
     tied = {"lm_head.weight": "model.embed_tokens.weight"} if chunk.shape.tied else {}
-    return _load(chunk.language, "model.language", model.language, chunk.shape.model_type, tied)
+    rows = {name.removeprefix("language."): own for name, own in chunk.stored_rows.items()}
+    return _load(chunk.language, "model.language", model.language, chunk.shape.model_type, tied, rows=rows)
 
 
 def load_encoder(
@@ -89,39 +117,46 @@ def _load(
     model_type: str,
     same_as: dict[str, str],
     fused_heads: Mapping[str, int] | None = None,
+    rows: Mapping[str, VocabularyRows] = MappingProxyType({}),
 ) -> int:
     """Fills the parameters of one Hugging Face module.
 
     Args:
         same_as: parameter -> the other parameter under whose name its values are stored.
         fused_heads: layer of a block that holds its rows in head-major order -> number of heads.
+        rows: parameter -> the rows of the stored matrix that it is.
     """
     if not section.pretrained or section.weights == "random":
         return 0
     source = f"{where}.pretrained = {section.pretrained!r}"
     files = _index(where, section.pretrained, STEMS.get(where, "model"))
-    spellings = part_spellings(where, section.pretrained) or tuple(
-        {prefix: ""} for prefix in NETWORKS[model_type].prefixes
-    )
-    spelling = _occurring(files, spellings)
-    names = module_names(module, _part_names(files, spelling))
+    spellings = spellings_of(where, section.pretrained, model_type)
+    spelling = occurring(files, spellings)
+    names = module_names(module, part_names(files, spelling))
     # A tied head counts under both of its names.
     parameters = module.named_parameters(remove_duplicate=False)
     to_fill = {plain_name(name): parameter for name, parameter in parameters if not is_adapter(name)}
     missing = sorted(name for name in to_fill if same_as.get(name, name) not in names)
     unexpected = sorted(name for name in names if _belongs(module, name) and name not in to_fill)
+    if any(name.startswith(f"{NETWORKS[model_type].embeds}.") for name in missing):
+        check_embeds(where, section.pretrained, model_type, files)
     _refuse(source, missing, unexpected, _searched(spelling, spellings))
     stored = {name: names[same_as.get(name, name)] for name in to_fill}
-    for name, tensor in _read_tensors(where, section.pretrained, files, stored):
+    for name, matrix in _read_tensors(where, section.pretrained, files, stored):
         heads = next((n for layer, n in (fused_heads or {}).items() if is_fused(name, (layer,))), 0)
-        _fill(source, name, to_fill[name], tensor, heads)
+        _fill(source, name, to_fill[name], matrix, heads, rows.get(name))
     return len(to_fill)
 
 
 def _read_tensors(
     where: str, folder: str, files: Mapping[str, str], names: Mapping[str, str]
-) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) for each name, file by file. Args: files: name on disk -> file. names: name -> name on disk."""
+) -> Iterator[tuple[str, Any]]:
+    """(name, safetensors' slice of the tensor, of which nothing is read yet) for each name, file by file.
+
+    Args:
+        files: name on disk -> file.
+        names: name -> name on disk.
+    """
     by_file: dict[str, list[str]] = defaultdict(list)
     for name, key in names.items():
         by_file[files[key]].append(name)
@@ -130,7 +165,7 @@ def _read_tensors(
         assert path is not None
         with open_tensors(f"{where}.pretrained", path) as tensors:
             for name in names_in_file:
-                yield name, tensors.get_tensor(names[name])
+                yield name, tensors.get_slice(names[name])
 
 
 def _load_projector(projector: nn.Module, model: ModelConfig, module: str) -> int:
@@ -143,12 +178,28 @@ def _load_projector(projector: nn.Module, model: ModelConfig, module: str) -> in
     spellings = part_spellings(where, section.pretrained)
     if not spellings:
         _check_sizes(source, model, module)
-    spelling = _occurring(files, spellings)
-    names, parameters = _part_names(files, spelling), dict(projector.named_parameters())
+    spelling = occurring(files, spellings)
+    names = part_names(files, spelling)
+    parameters = {plain_name(name): value for name, value in projector.named_parameters() if not is_adapter(name)}
     missing, unexpected = sorted(parameters.keys() - names.keys()), sorted(names.keys() - parameters.keys())
     _refuse(source, missing, unexpected, _searched(spelling, spellings))
-    for name, tensor in _read_tensors(where, section.pretrained, files, names):
-        _fill(source, name, parameters[name], tensor)
+    for name, matrix in _read_tensors(where, section.pretrained, files, names):
+        _fill(source, name, parameters[name], matrix)
+    return len(parameters)
+
+
+def _load_contrast(contrast: nn.Module, section: ContrastConfig) -> int:
+    """Fills the parameters of the loss of two towers, which may be scalars on disk."""
+    if not section.pretrained:
+        return 0
+    check_contrast(section)
+    where, parameters = "model.contrast", dict(contrast.named_parameters())
+    source = f"{where}.pretrained = {section.pretrained!r}"
+    files = _index(where, section.pretrained, "model", instead="leave it out for those of a new model")
+    names = {name: name for name in parameters if name in files}
+    _refuse(source, sorted(parameters.keys() - names.keys()), [], "")
+    for name, stored in _read_tensors(where, section.pretrained, files, names):
+        _fill(source, name, parameters[name].view(stored.get_shape()), stored)
     return len(parameters)
 
 
@@ -183,12 +234,24 @@ def _refuse(source: str, missing: list[str], unexpected: list[str], searched: st
             )
 
 
-def _fill(source: str, name: str, parameter: nn.Parameter, tensor: Tensor, fused_heads: int = 0) -> None:
-    if tensor.shape != parameter.shape:
+def _fill(
+    source: str,
+    name: str,
+    parameter: Tensor,
+    stored: Any,
+    fused_heads: int = 0,
+    rows: VocabularyRows | None = None,
+) -> None:
+    """Args: stored: of `_read_tensors`. rows: that the parameter is of the stored matrix; None: all."""
+    shape = (rows.total, *parameter.shape[1:]) if rows else tuple(parameter.shape)
+    if tuple(stored.get_shape()) != shape:
         raise ConfigError(
-            f"{source}: {name} has shape {tuple(tensor.shape)} "
-            f"in the checkpoint, but the config makes {tuple(parameter.shape)}; take both from one folder"
+            f"{source}: {name} has shape {tuple(stored.get_shape())} "
+            f"in the checkpoint, but the config makes {shape}; take both from one folder"
         )
+    if parameter.is_meta:
+        return
+    tensor: Tensor = stored[rows.first : rows.last] if rows else stored[...]
     parameter.copy_(to_head_major(tensor, fused_heads) if fused_heads else tensor)
 
 
@@ -221,19 +284,7 @@ def stored_spelling(where: str, source: str) -> Spelling | None:
     Args: where: the section. source: folder or hub id.
     """
     spellings = part_spellings(where, source)
-    return _occurring(_index(where, source, "model"), spellings) if spellings else None
-
-
-def _occurring(on_disk: Collection[str], spellings: Sequence[Spelling]) -> Spelling:
-    """The first spelling that occurs on disk; if none does, that of a module by itself."""
-    found = (s for s in spellings if any(name.startswith(next(iter(s))) for name in on_disk))
-    return next(found, {"": ""})
-
-
-def _part_names(on_disk: Collection[str], spelling: Spelling) -> dict[str, str]:
-    """Name in the class of one module -> name on disk, of its part of a larger model."""
-    pairs = ((name, old, new) for name in on_disk for old, new in spelling.items())
-    return {new + name.removeprefix(old): name for name, old, new in pairs if name.startswith(old)}
+    return occurring(_index(where, source, "model"), spellings) if spellings else None
 
 
 def module_names(module: nn.Module, on_disk: Mapping[str, str]) -> dict[str, str]:

@@ -10,9 +10,10 @@ from mmtrain.config.model import ModelConfig
 from mmtrain.modality.bitfield import language_bits, prompt_bits
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.modality.positions import token_positions
+from mmtrain.modality.submesh import language_mask
 from mmtrain.models.adapter_weights import load_adapters
 from mmtrain.models.attention.context import attention_context
-from mmtrain.models.batch import Batch, ClipMicrobatch, Microbatch, by_module, document_positions
+from mmtrain.models.batch import Batch, ClipMicrobatch, Microbatch, by_module, document_positions, labelled_tokens
 from mmtrain.models.build import build_chunk
 from mmtrain.models.chunk import Chunk, FeatureRows
 from mmtrain.models.diffusion import ClipNoise
@@ -39,11 +40,12 @@ class ReferenceModel(nn.Module):
     ) -> None:
         """Args: stored: name of a module -> all its layers with their weights; None: they are built and initialised."""
         super().__init__()
-        self.mask = model.language.attention_mask
+        self.mask = language_mask(model)
         self.position_axes = spec.text.position_axes
         self.patch = dit_shape(model).patch if model.dit is not None else (1, 1, 1)
         self.loss = loss_of(model)
         self.encodes = model.vae is not None
+        self.contrast = model.contrast
         self.chunks = nn.ModuleDict()
         for module in spec.modules:
             if stored is not None:
@@ -65,7 +67,8 @@ class ReferenceModel(nn.Module):
     def forward(
         self, batch: Batch, meta: IterationMeta, *, noise: ClipNoise | None = None, want_predictions: bool = False
     ) -> list[LossOutput]:
-        """The output of each microbatch; a step's loss is their `loss_sum` over `loss.num_values` of the step.
+        """The output of each microbatch, or of each group of them that has one loss; a step's loss is their `loss_sum`
+        over `loss.num_values` of the step.
 
         Args: noise: of the step, for a text-to-video model.
         """
@@ -73,7 +76,11 @@ class ReferenceModel(nn.Module):
             assert noise is not None
             clips = zip(batch.clips, meta.microbatches, strict=True)
             return [self.clips(tensors, counts, noise, want_predictions) for tensors, counts in clips]
-        pairs = zip(batch.microbatches, meta.microbatches, strict=True)
+        pairs = list(zip(batch.microbatches, meta.microbatches, strict=True))
+        if self.contrast is not None:
+            size = self.contrast.microbatches or len(pairs)
+            groups = [pairs[start : start + size] for start in range(0, len(pairs), size)]
+            return [self.pairs(group, want_predictions) for group in groups]
         return [self.microbatch(tensors, counts, want_predictions) for tensors, counts in pairs]
 
     def loss_sum(self, batch: Batch, meta: IterationMeta, noise: ClipNoise | None = None) -> Tensor:
@@ -86,6 +93,21 @@ class ReferenceModel(nn.Module):
     def microbatch(self, tensors: Microbatch, counts: MicrobatchMeta, want_predictions: bool = False) -> LossOutput:
         """The output of one microbatch, its images in one sub-microbatch."""
         return self.text(tensors, counts, self.features(tensors, counts), want_predictions)
+
+    def pairs(self, group: list[tuple[Microbatch, MicrobatchMeta]], want_predictions: bool = False) -> LossOutput:
+        """The output of two towers for microbatches that have one loss."""
+        images = [of for tensors, counts in group for of in self.features(tensors, counts).values()]
+        captions = [
+            self.chunks["language"](
+                tensors.input_ids,
+                attention=attention_context(language_bits(counts, self.mask)),
+                position_ids=torch.from_numpy(token_positions(counts.documents, self.position_axes)),
+                labelled=torch.from_numpy(labelled),
+            )
+            for (tensors, counts), labelled in zip(group, labelled_tokens(t.labels for t, _ in group), strict=True)
+        ]
+        output: LossOutput = self.chunks["contrast"](*images, *captions, want_predictions=want_predictions)
+        return output
 
     def features(self, tensors: Microbatch, counts: MicrobatchMeta) -> dict[str, Tensor]:
         """Encoder -> the features of all its images of a microbatch, of those that have any."""

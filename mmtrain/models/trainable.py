@@ -6,62 +6,105 @@ names depend on this.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from mmtrain.config.model import LoRAConfig, Trainable, projector_name
 from mmtrain.families.catalogue import TABLES
-from mmtrain.spec.linears import Linear
+from mmtrain.models.adapter_layers import AdapterDropout, Magnitude
 
 _MERGERS = tuple({f"{name}." for table in TABLES.values() for name in table.mergers})
 _ADAPTER = "default"
 _BASE = ".base_layer"
+_MAGNITUDE = ".lora_magnitude_vector."
+_INDEX = re.compile(r"((?:.*?\.)?)(\d+)(\..+)")
 
 
 def set_trainable(
-    module: nn.Module, setting: Trainable, *, lora: LoRAConfig, adapted: Sequence[Linear], blocks: str
+    module: nn.Module, setting: Trainable, *, blocks: str, trained: Collection[int] | None = None
 ) -> None:
-    """Sets which parameters of a newly built module on the meta device train; "lora" adds adapters, on meta too.
+    """Sets which parameters of a newly built module on the meta device train: all, or none but those of adapters.
 
     true leaves parameters fixed that the Hugging Face class keeps fixed, such as sinusoidal positions.
     Args:
-        adapted: the linear layers of a block that get an adapter.
         blocks: name of the container of the blocks inside of the module; it may be empty, or hold some of them.
+        trained: with true, the blocks that train alone; None: all of the module.
     """
-    if setting is not True:
-        module.requires_grad_(False)
-    container = module.get_submodule(blocks)
-    if setting != "lora" or not list(container.children()):
+    if setting is True and trained is None:
+        return
+    kept = [
+        parameter
+        for index, block in module.get_submodule(blocks).named_children()
+        if setting is True and int(index) in (trained or ())
+        for parameter in block.parameters()
+        if parameter.requires_grad
+    ]
+    module.requires_grad_(False)
+    for parameter in kept:
+        parameter.requires_grad_()
+
+
+def add_adapters(container: nn.Module, names: Sequence[str], lora: LoRAConfig) -> None:
+    """Adds adapters to linear layers of a module on the meta device, on meta too; all else of it becomes fixed.
+
+    Args: names: of the layers inside of the container; those that it does not have get none.
+    """
+    present = [name for name, module in container.named_modules() if name in set(names) and type(module) is nn.Linear]
+    if not present:
         return
     from peft import LoraConfig, inject_adapter_in_model
 
     section = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
-        target_modules=target_pattern(adapted),
-        lora_dropout=0.0,
+        target_modules="|".join(map(re.escape, present)),
+        lora_dropout=lora.dropout,
+        use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
         bias="none",
     )
     # Not into the whole module: of a Hugging Face class peft asks for embeddings, which a chunk may lack.
     inject_adapter_in_model(section, container, adapter_name=_ADAPTER, low_cpu_mem_usage=True)
+    for name in present:
+        layer: Any = container.get_submodule(name)
+        if lora.dropout:
+            layer.lora_dropout[_ADAPTER] = AdapterDropout(lora.dropout)
+        if lora.use_dora:
+            with torch.device("meta"):
+                layer.lora_magnitude_vector[_ADAPTER] = Magnitude(layer.out_features)
 
 
-def target_pattern(adapted: Sequence[Linear], blocks: str = "", num_blocks: int = 0) -> str:
-    """The regular expression that names of adapted layers match, as `peft` takes it.
+def start_magnitudes(module: nn.Module) -> None:
+    """Sets the lengths of adapted weights (DoRA) to those of the weights, with which adapters change nothing."""
+    for layer in module.modules():
+        magnitudes = getattr(layer, "lora_magnitude_vector", None)
+        for magnitude in magnitudes.values() if magnitudes else ():
+            magnitude.start(layer)
 
-    Args:
-        blocks: name of the container of the blocks in the module that is asked; empty: the container itself.
-        num_blocks: blocks with adapters; 0: all that it has.
-    """
-    names = "|".join(re.escape(linear.name) for linear in adapted)
-    index = f"({'|'.join(map(str, range(num_blocks)))})" if num_blocks else r"\d+"
-    return (rf"{re.escape(blocks)}\." if blocks else "") + rf"{index}\.({names})"
+
+def target_pattern(names: Sequence[str]) -> str:
+    """The regular expression that names of layers match, as `peft` takes it; names that differ in the index of a block
+    alone are one alternative."""
+    indices: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        found = _INDEX.fullmatch(name)
+        before, index, after = found.groups() if found else (name, "", "")
+        indices.setdefault((before, after), []).append(index)
+    layers: dict[tuple[str, str], list[str]] = {}
+    for (before, after), numbers in indices.items():
+        layers.setdefault((before, "|".join(numbers)), []).append(re.escape(after))
+    return "|".join(
+        f"{re.escape(before)}({numbers})({'|'.join(afters)})" if numbers else re.escape(before)
+        for (before, numbers), afters in layers.items()
+    )
 
 
 def is_adapter(name: str) -> bool:
     """Whether a parameter or submodule belongs to an adapter."""
-    return ".lora_A." in name or ".lora_B." in name
+    return ".lora_A." in name or ".lora_B." in name or _MAGNITUDE in name
 
 
 def plain_name(name: str) -> str:
@@ -69,17 +112,37 @@ def plain_name(name: str) -> str:
     return name.replace(_BASE, "")
 
 
-def adapter_names(name: str) -> tuple[str, str]:
-    """Names of the A [rank, inputs] and B [outputs, rank] that belong to a layer's weight, given its name with
-    adapters, `X.base_layer.weight`.
-    """
+class AdapterNames(NamedTuple):
+    """Names of the parameters of one layer's adapter."""
+
+    down: str
+    """A [rank, inputs]."""
+    up: str
+    """B [outputs, rank]."""
+    magnitude: str
+    """[outputs]; only DoRA has it."""
+
+
+def adapter_names(name: str) -> AdapterNames:
+    """Names of the adapter that belongs to a layer's weight, given its name with adapters, `X.base_layer.weight`."""
     layer = name.removesuffix(f"{_BASE}.weight")
-    return f"{layer}.lora_A.{_ADAPTER}.weight", f"{layer}.lora_B.{_ADAPTER}.weight"
+    kinds = ("lora_A", "lora_B", "lora_magnitude_vector")
+    return AdapterNames(*(f"{layer}.{kind}.{_ADAPTER}.weight" for kind in kinds))
+
+
+def merged_weight(weight: Tensor, adapter: Mapping[str, Tensor], names: AdapterNames, lora: LoRAConfig) -> Tensor:
+    """The weight [outputs, inputs] that computes what a layer with its adapter does. Args: adapter: name -> value."""
+    merged = torch.addmm(weight, adapter[names.up], adapter[names.down], alpha=lora.scale)
+    if not lora.use_dora:
+        return merged
+    lengths = torch.linalg.vector_norm(merged, dim=1).detach()  # whose gradient DoRA leaves out
+    return (adapter[names.magnitude] / lengths)[:, None] * merged
 
 
 def stored_adapter_name(name: str) -> str:
     """The name of an adapter's parameter in a `peft` folder."""
-    return "base_model.model." + name.replace(f".{_ADAPTER}.", ".")
+    stored = name.removesuffix(f".{_ADAPTER}.weight") if _MAGNITUDE in name else name.replace(f".{_ADAPTER}.", ".")
+    return "base_model.model." + stored
 
 
 def part_of(name: str) -> str:

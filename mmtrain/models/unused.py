@@ -1,5 +1,5 @@
 """The parts of an encoder behind the features that the projector reads. A job has no memory or time for them; an export
-completes the Hugging Face class with the values that they started with."""
+completes the Hugging Face class with the values that they started with. Towers have none."""
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ def unused_weights(model: ModelConfig, seed: int, module: str = "vision") -> dic
     """
     section, where = model.encoders[module], section_of(module)
     shape, values = vision_shape(model, module), encoder_config(section, where)
+    if shape.pooling:
+        return {}
     adapter = vision_adapter(shape.model_type)
     blocks = list(range(shape.depth, values[ENCODERS[shape.model_type].sizes["depth"]]))
     encoder = adapter.build(values)

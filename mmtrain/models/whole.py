@@ -16,8 +16,10 @@ from mmtrain.modality.metadata import DocumentMeta
 from mmtrain.models.adapters import parameters_on_meta
 from mmtrain.models.spectrogram import spectrogram_of
 from mmtrain.spec.composites import class_name, selected_features
+from mmtrain.spec.contrast import CONTRAST
 from mmtrain.spec.model_configs import encoder_config, language_config
 from mmtrain.spec.modules import projection_of, whole_kind, why_not_whole
+from mmtrain.spec.shapes import language_shape
 from mmtrain.spec.vision_shapes import vision_shape
 
 
@@ -48,6 +50,7 @@ _JOINS: Mapping[str, Callable[[ModelConfig], Any]] = {
     "vision_feature_select_strategy": _feature_select,
     "projector_hidden_act": _projector_act,
     "multimodal_projector_bias": lambda model: True,
+    "projection_dim": lambda model: language_shape(model).embedding_width,
 }
 """Keys of a whole model's config that say how its parts are joined -> their values."""
 
@@ -73,14 +76,14 @@ def whole_config(model: ModelConfig, tokens: Mapping[str, int]) -> PreTrainedCon
     parts = {whole.parts["model.language"].config: text, whole.parts["model.encoder"].config: encoder}
     config: PreTrainedConfig = config_class(
         **parts,
-        tie_word_embeddings=text["tie_word_embeddings"],
+        **{key: text[key] for key in ("tie_word_embeddings",) if key in text},
         **{key: _JOINS[key](model) for key in whole.defaults},
         **known,
     )
     config.architectures = [class_name(kind)]
     seen = getattr(config, whole.parts["model.encoder"].config)
     if hasattr(seen, "vision_use_head"):
-        seen.vision_use_head = False  # a pooler, whose output no whole model reads
+        seen.vision_use_head = model.reads_pairs  # a pooler, whose output no language model reads
     return config
 
 
@@ -118,14 +121,14 @@ def in_class(kind: str, name: str) -> str:
     Args: kind: `model_type` of the whole model. name: as a chunk has it, with the module.
     """
     part = COMPOSITES[kind].parts[_section(name)]
-    return _spelled(name, part.spellings[part.in_class])
+    return spelled(name, part.spellings[part.in_class])
 
 
 def in_classes(kind: str, name: str) -> list[str]:
     """The same in the class of each release of transformers, today's first."""
     part = COMPOSITES[kind].parts[_section(name)]
     older = (spelling for spelling in part.spellings if spelling is not part.spellings[part.in_class])
-    return [in_class(kind, name), *(_spelled(name, spelling) for spelling in older)]
+    return [in_class(kind, name), *(spelled(name, spelling) for spelling in older)]
 
 
 def on_disk(kind: str, name: str, spellings: Mapping[str, Spelling]) -> str:
@@ -137,20 +140,23 @@ def on_disk(kind: str, name: str, spellings: Mapping[str, Spelling]) -> str:
     section = _section(name)
     part = COMPOSITES[kind].parts[section]
     spelling, newer = spellings.get(section), [part.spellings[index] for index in part.newer]
-    return _spelled(name, part.spellings[part.written] if spelling is None or spelling in newer else spelling)
+    return spelled(name, part.spellings[part.written] if spelling is None or spelling in newer else spelling)
 
 
 def _section(name: str) -> str:
     """The key in `Composite.parts` of the part that a parameter belongs to."""
     module = name.partition(".")[0]
-    if module == "language":
-        return "model.language"
+    if module in ("language", CONTRAST):
+        return f"model.{module}"
     return "model.projector" if module == "projector" or module.endswith("_projector") else "model.encoder"
 
 
-def _spelled(name: str, spelling: Spelling) -> str:
+def spelled(name: str, spelling: Spelling) -> str:
+    """The name of one of our parameters in stored weights. Args: name: as a chunk has it, with the module."""
     own = name.partition(".")[2]
-    stored, here = next((stored, here) for stored, here in spelling.items() if own.startswith(here))
+    stored, here = max(
+        ((stored, here) for stored, here in spelling.items() if own.startswith(here)), key=lambda pair: len(pair[1])
+    )
     return stored + own.removeprefix(here)
 
 

@@ -1,4 +1,4 @@
-"""A whole vision-language model as transformers' own class computes it: the truth of a layout, outside of our code."""
+"""A whole model as transformers' own class computes it: the truth of a layout, outside of our code."""
 
 from itertools import pairwise
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.func import functional_call
+from torch.nn.utils.rnn import pad_sequence
 
 from mmtrain.config.model import ModelConfig
 from mmtrain.modality.metadata import DocumentMeta, MicrobatchMeta
@@ -15,7 +16,7 @@ from mmtrain.models.batch import IGNORE_INDEX, Microbatch
 from mmtrain.models.fused_qkv import from_head_major, is_fused
 from mmtrain.models.loss import LossOutput
 from mmtrain.models.reference import ReferenceModel
-from mmtrain.models.trainable import adapter_names, is_adapter, plain_name
+from mmtrain.models.trainable import adapter_names, is_adapter, merged_weight, plain_name
 from mmtrain.models.unused import unused_weights
 from mmtrain.models.whole import class_inputs, empty_whole, in_class, only_encoder, token_types, whole_config
 from mmtrain.spec.modules import whole_kind
@@ -24,7 +25,8 @@ from mmtrain.spec.vision_shapes import vision_shape
 
 
 class WholeModel(ReferenceModel):
-    """The weights of the one-process model in transformers' class, which is called once for each document.
+    """The weights of the one-process model in transformers' class, which is called once for each document, or group of
+    pairs.
 
     Gradients reach these weights, adapters included.
     """
@@ -35,7 +37,7 @@ class WholeModel(ReferenceModel):
         encoder = only_encoder(model)
         shape = vision_shape(model, encoder)
         self._fused = vision_adapter(shape.model_type).fused_qkv, shape.num_heads
-        self._scale = model.lora.alpha / model.lora.rank
+        self._lora = model.lora
         unused = unused_weights(model, seed, encoder)
         self._unused = {in_class(self._kind, f"{encoder}.{name}"): tensor for name, tensor in unused.items()}
         self._sounds = hasattr(self.theirs.config, "audio_config")
@@ -52,6 +54,26 @@ class WholeModel(ReferenceModel):
         logits_LV = torch.cat(logits)
         return LossOutput(self.loss(logits_LV, labels), logits_LV.argmax(dim=-1) if want_predictions else None)
 
+    def pairs(self, group: list[tuple[Microbatch, MicrobatchMeta]], want_predictions: bool = False) -> LossOutput:
+        """The output for microbatches that have one loss, their captions padded behind."""
+        captions = [
+            ids
+            for tensors, counts in group
+            for ids, document in zip(tensors.input_ids.split(counts.lengths), counts.documents, strict=True)
+            if document.num_targets
+        ]
+        if not captions:  # of blank microbatches alone
+            return super().pairs(group, want_predictions)
+        inputs: dict[str, Any] = {
+            "input_ids": pad_sequence(captions, batch_first=True),
+            "attention_mask": pad_sequence([torch.ones_like(ids) for ids in captions], batch_first=True),
+            "pixel_values": torch.cat([pixels for tensors, _ in group for pixels in tensors.pixel_values]),
+            "return_loss": True,
+        }
+        output = functional_call(self.theirs, self._their_weights(), (), inputs)
+        embeddings = torch.stack([output.image_embeds, output.text_embeds]).detach()
+        return LossOutput(output.loss * len(captions), embeddings if want_predictions else None)
+
     def _their_weights(self) -> dict[str, Tensor]:
         """Their name -> value, on the graph of our weights: without adapters, and with their order of rows."""
         ours: dict[str, Tensor] = dict(self.weights())
@@ -60,14 +82,15 @@ class WholeModel(ReferenceModel):
             if is_adapter(name):
                 continue
             plain = plain_name(name)
-            down, up = adapter_names(name)
-            if down in ours:
-                weight = weight + self._scale * ours[up] @ ours[down]
+            names = adapter_names(name)
+            if names.down in ours:
+                weight = merged_weight(weight, ours, names, self._lora)
             if is_fused(plain, self._fused[0]):
                 weight = from_head_major(weight, self._fused[1])
             found[in_class(self._kind, plain)] = weight
-        tied = {"lm_head.weight": found["model.language_model.embed_tokens.weight"]}  # unless it has its own
-        return tied | found | self._unused
+        if self.contrast is None:  # a head that is tied, unless it has its own weight
+            found = {"lm_head.weight": found["model.language_model.embed_tokens.weight"]} | found
+        return found | self._unused
 
     def _logits(self, weights: dict[str, Tensor], document: DocumentMeta, ids: Tensor, pixels: list[Tensor]) -> Tensor:
         """[T, vocabulary] of one document."""

@@ -11,7 +11,6 @@ from mmtrain.planner.iteration import IterationPlan
 def record_batch(metrics: Metrics, meta: IterationMeta, plan: IterationPlan) -> None:
     """Records the sizes of a replica's batch."""
     batching, assignment = plan.batching, meta.assignment
-    metrics.record("samples", sum(len(m.documents) + len(m.clips) for m in meta.microbatches))
     metrics.record("images", meta.num_images)
     metrics.record("patches", meta.num_patches)
     metrics.record("image_tokens", _tokens(meta, sound=False))

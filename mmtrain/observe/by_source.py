@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmtrain.modality.metadata import IterationMeta
+from mmtrain.modality.metadata import DocumentMeta, IterationMeta
 from mmtrain.models.batch import IGNORE_INDEX
 from mmtrain.observe.metrics import Metrics
 from mmtrain.parallel.mesh import Mesh
@@ -55,14 +55,18 @@ def source_sums(
                 sums[index[document.source], :3] += torch.tensor((1, document.num_tokens, document.num_targets))
             for clip in microbatch.clips:
                 sums[index[clip.source], :3] += torch.tensor((1, clip.num_tokens + clip.num_text_tokens, 0))
-    for work, losses_L in losses.items() if not mesh.place.tp else ():  # tp ranks have equal losses
-        number = plan.batching.works[work].microbatch
-        documents = meta.microbatches[number].documents
-        lengths = torch.tensor([document.num_tokens for document in documents])
-        source_T = torch.tensor([index[document.source] for document in documents]).repeat_interleave(lengths)
-        rows = torch.from_numpy(plan.layout.documents.tokens(number)[mesh.place.cp])
-        source_L = source_T[rows][labels[number][rows] != IGNORE_INDEX]
-        sums[:, 3].index_add_(0, source_L, losses_L.to("cpu", torch.float64))
+    works = {} if mesh.place.tp else losses  # tp ranks have equal losses
+    on_host = torch.cat(list(works.values())).to("cpu", torch.float64) if works else torch.empty(0)
+    for work, losses_L in zip(works, on_host.split([len(x) for x in works.values()]), strict=True):
+        documents = [unit for unit in plan.batching.items[work].units if isinstance(unit, DocumentMeta)]
+        counts = torch.tensor([document.num_targets for document in documents])
+        source_L = torch.tensor([index[document.source] for document in documents]).repeat_interleave(counts)
+        if mesh.layout.cp > 1:  # its microbatch is one
+            number = plan.batching.works[work].microbatch
+            labelled_T = labels[number] != IGNORE_INDEX
+            rows = torch.from_numpy(plan.layout.documents.tokens(number)[mesh.place.cp])
+            source_L = source_L[(labelled_T.cumsum(0) - 1)[rows][labelled_T[rows]]]
+        sums[:, 3].index_add_(0, source_L, losses_L)
     return sums
 
 

@@ -6,9 +6,13 @@ from contextlib import suppress
 from mmtrain.config.assignment import AssignmentConfig
 from mmtrain.config.config import Config
 from mmtrain.config.model import ModelConfig
+from mmtrain.config.optimizer import OptimizerConfig
+from mmtrain.config.sections import TrainingConfig
 from mmtrain.data.media_readers import image_processor, image_rules
 from mmtrain.errors import ConfigError
+from mmtrain.families.shapes import LanguageShape, VisionShape
 from mmtrain.modality.sounds import sound_rules
+from mmtrain.models.attention.backend import attention_line
 from mmtrain.planner.job import Job
 from mmtrain.planner.partition.pipeline_layout import show_layout
 from mmtrain.planner.search_settings import show_switches
@@ -22,12 +26,21 @@ FEW_CLIPS = 32_000
 docs/log.md, "Samples that are noise"."""
 
 
-def start_lines(config: Config, jobs: Sequence[Job], *, device: str, threads: int, cut_s: float) -> list[str]:
-    """The models and their data, size and cut of each module, mesh and planner.
+def start_lines(
+    config: Config,
+    jobs: Sequence[Job],
+    *,
+    device: str,
+    capability: tuple[int, int] = (0, 0),
+    threads: int,
+    cut_s: float,
+) -> list[str]:
+    """The models and their data, size and cut of each module, mesh, attention and planner.
 
     Args:
         jobs: [pipeline] -> its job.
         device: its type.
+        capability: compute capability of a CUDA device.
         threads: of one rank's search.
         cut_s: seconds that the partitions took.
     """
@@ -35,13 +48,18 @@ def start_lines(config: Config, jobs: Sequence[Job], *, device: str, threads: in
     names = dict.fromkeys(section.pretrained or known[module] for module, section in config.model.sections.items())
     lines = [f"{' + '.join(names)} on {config.data.description}, into {config.job.dump_folder}"]
     by_depth = {job.partition.num_ranks: job for job in jobs}
-    for module in jobs[0].spec.modules:
+    parts = [module for module in jobs[0].spec.modules if module.name not in config.model.sections]
+    for module in (module for module in jobs[0].spec.modules if module not in parts):
         total, trained = module.num_params, module.num_trainable_params
         part = "" if trained == total else f" ({trained:,} train)" if trained else " (frozen)"
         lines.append(
             f"{module.name}: {_model(config.model, module.name)}; {total:,} parameters{part}, "
             f"{len(module.layers)} layers in {'; '.join(_cut(job, module) for job in by_depth.values())}"
         )
+    lines += _vocabulary(parts)
+    if (contrast := config.model.contrast) is not None:
+        count = contrast.microbatches or config.training.global_batch_size // config.parallelism.layout.dp
+        lines.append(f"contrast: {contrast.loss} loss over the pairs of {count} microbatches of a replica")
     if config.model.encoders:
         encoders = config.model.encoders
         with suppress(ConfigError):  # which the data loader will raise
@@ -52,13 +70,13 @@ def start_lines(config: Config, jobs: Sequence[Job], *, device: str, threads: in
         lines.append(f"exports as {class_name(kind)}" if kind else f"exports as parts: {why_not_whole(config.model)}")
     if summary := "; ".join(filter(None, (job.partition_summary for job in by_depth.values()))):
         lines.append(f"{summary} ({cut_s:.2f} s)")
-    degrees = config.parallelism.layout.degrees.items()
-    training = config.training
+    degrees, training = config.parallelism.layout.degrees.items(), config.training
     lines.append(
         f"mesh: {', '.join(f'{axis} {degree}' for axis, degree in degrees)} on {device}; "
-        f"schedule {config.parallelism.pipeline_parallel_schedule}; {training.steps} steps of "
+        f"schedule {config.parallelism.pipeline_parallel_schedule}; {_length(training)} of "
         f"{training.global_batch_size} microbatches x {training.seq_len} tokens"
     )
+    lines.append(attention_line(config, device, capability))
     lines.append(f"seed {config.debug.seed} (debug.seed): initial weights, order of the samples, searches")
     lines.append(show_switches(config.planner, threads))
     if config.assignment.assigns:
@@ -72,6 +90,32 @@ def start_lines(config: Config, jobs: Sequence[Job], *, device: str, threads: in
             'planner.memory_limit, such as "90%"'
         )
     return lines
+
+
+def _length(training: TrainingConfig) -> str:
+    """How long a job is."""
+    return f"{training.steps} steps" if training.steps else f"{training.epochs:g} epochs in steps"
+
+
+def high_rate(config: Config) -> str:
+    """That the default learning rate is too high for published weights, where modules with such weights train with it;
+    else the empty string."""
+    default = OptimizerConfig().lr
+    of_groups = {group.module for group in config.optimizer.groups if group.lr is not None and not group.pattern}
+    modules = [
+        name
+        for name, section in config.model.sections.items()
+        if section.pretrained
+        and section.weights == "pretrained"
+        and getattr(section, "trainable", False)
+        and name not in of_groups
+    ]
+    if config.optimizer.lr != default or "" in of_groups or not modules:
+        return ""
+    return (
+        f"optimizer.lr = {default:g} is the default, which is meant for random weights; published ones "
+        f"({', '.join(modules)}) may lose what they know: set 1e-5 or 2e-5, or 1e-4 for low-rank adapters"
+    )
 
 
 def few_clips(config: Config, clips: int | None) -> str:
@@ -97,6 +141,17 @@ def _assignment(section: AssignmentConfig) -> str:
     parts += ["deferred images"] if section.defer else []
     parts += ["fewer microbatches where it pays"] if section.fewer_microbatches else []
     return ", ".join(parts)
+
+
+def _vocabulary(parts: Sequence[ModuleSpec]) -> list[str]:
+    """A line for the rows of pipeline ranks, if they divide it. Args: parts: modules without a section."""
+    rows = [module.vocabulary for module in parts if module.vocabulary]
+    if not rows:
+        return []
+    sizes = sorted({f"{own.last - own.first:,}" for own in rows})
+    layers = [layer for module in parts for layer in module.layers]
+    size = sum(layer.num_params - layer.num_shared_params for layer in layers)
+    return [f"vocabulary: {rows[0].total:,} tokens, {' or '.join(sizes)} on each pipeline rank; {size:,} parameters"]
 
 
 def _sounds(config: Config, module: str) -> str:
@@ -142,6 +197,9 @@ def _model(model: ModelConfig, module: str) -> str:
         parts.append(f"latents of {shape.channels} channels")
     else:
         parts.append(f"{shape.depth} blocks of width {shape.width}")
-    parts += [f"projector {model.projector_of(module).kind}"] if module in model.encoders else []
+    if isinstance(shape, VisionShape | LanguageShape) and shape.embedding_width:
+        parts.append(f"embeddings of {shape.embedding_width} columns")
+    elif module in model.encoders:
+        parts.append(f"projector {model.projector_of(module).kind}")
     parts += ["random weights"] if section.config or section.weights == "random" else []
     return ", ".join(parts)

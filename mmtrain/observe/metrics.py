@@ -100,26 +100,24 @@ class Metrics:
 
         Returns: the sums over all ranks of other values, by their names.
         """
-        return self._reduced(dist.ReduceOp.SUM, others)
+        return self.sums(**others).run()
 
     def reduce_max(self, **others: float | Tensor) -> dict[str, Tensor]:
         """The same for maxima."""
-        return self._reduced(dist.ReduceOp.MAX, others)
+        return self._reduction(dist.ReduceOp.MAX, others).run()
 
-    def _reduced(self, operation: dist.ReduceOp.RedOpType, others: dict[str, float | Tensor]) -> dict[str, Tensor]:
+    def sums(self, **others: float | Tensor) -> "Reduction":
+        """What `reduce` shares, as a value that is reduced later."""
+        return self._reduction(dist.ReduceOp.SUM, others)
+
+    def _reduction(self, operation: dist.ReduceOp.RedOpType, others: dict[str, float | Tensor]) -> "Reduction":
         is_max = operation == dist.ReduceOp.MAX
         due = [key for key in self._local if (self._metric(key[0]).reduce is Reduce.MAX) == is_max]
         self._local = [key for key in self._local if key not in due]
         rows = [torch.tensor(self._parts(*key), dtype=torch.float64) for key in due]
         rows += [torch.as_tensor(value, dtype=torch.float64) for value in others.values()]
-        if not rows:
-            return {}
-        flat = torch.cat([row.flatten() for row in rows])
-        dist.all_reduce(flat, op=operation)
-        parts = [part.view(row.shape) for part, row in zip(flat.split([r.numel() for r in rows]), rows, strict=True)]
-        for key, part in zip(due, parts, strict=False):
-            self._take(*key, part.tolist())
-        return dict(zip(others, parts[len(due) :], strict=True))
+        flat = torch.cat([row.flatten() for row in rows]) if rows else torch.empty(0, dtype=torch.float64)
+        return Reduction(self, operation, tuple(due), tuple(others), tuple(row.shape for row in rows), flat)
 
     def _parts(self, name: str, of: str) -> list[float]:
         """What this rank adds to the reduction of a value."""
@@ -156,3 +154,35 @@ class Metrics:
             (metric, of) for metric in (*METRICS, *self._own.values()) for of in self._recorded.get(metric.name, ())
         )
         return StepValues(values, tuple(rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """Values of a step on their way over all ranks. It can be completed by the result that another rank has."""
+
+    _metrics: Metrics
+    _operation: dist.ReduceOp.RedOpType
+    _due: tuple[tuple[str, str], ...]
+    _others: tuple[str, ...]
+    _shapes: tuple[torch.Size, ...]
+    flat: Tensor
+    """[number of values] float64; of this rank."""
+
+    def run(self) -> dict[str, Tensor]:
+        """The values of all ranks, see `Metrics.reduce`. Collective over the job, if there are any."""
+        return self.take(self.total())
+
+    def total(self) -> Tensor:
+        """[number of values] over all ranks, for `take`. Collective over the job, if there are any."""
+        flat = self.flat.clone()
+        if flat.numel():
+            dist.all_reduce(flat, op=self._operation)
+        return flat
+
+    def take(self, flat: Tensor) -> dict[str, Tensor]:
+        """The same of a result of the collective."""
+        sizes = [shape.numel() for shape in self._shapes]
+        parts = [part.view(shape) for part, shape in zip(flat.split(sizes), self._shapes, strict=True)]
+        for key, part in zip(self._due, parts, strict=False):
+            self._metrics._take(*key, part.tolist())
+        return dict(zip(self._others, parts[len(self._due) :], strict=True))

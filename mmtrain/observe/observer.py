@@ -33,6 +33,8 @@ class FinishedStep(RunningStep):
     """Of this rank."""
     metrics: Metrics
     """Takes more values of this step."""
+    last: bool
+    """Whether it is the last one by the job's number of steps or epochs."""
 
 
 class Observer:

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,13 +20,15 @@ from mmtrain.config.sections import MetricsConfig
 from mmtrain.costs.operators.hardware import hardware_of_device
 from mmtrain.data.questions import Answer
 from mmtrain.errors import ConfigError, one_line
-from mmtrain.launch.whole_files import write_whole
 from mmtrain.observe.answers import log_lines, markdown, num_right
 from mmtrain.observe.by_source import SourceTotals
+from mmtrain.observe.clip_samples import ClipSamples
+from mmtrain.observe.membership_event import MembershipEvent
 from mmtrain.observe.metrics import StepValues
+from mmtrain.observe.metrics_history import MetricsHistory
 from mmtrain.observe.validation import Validation
 from mmtrain.parallel.titan import TensorBoardLogger, WandBLogger
-from mmtrain.run_page.metric_table import source_text
+from mmtrain.run_page.metric_table import METRICS, source_text
 
 logger = logging.getLogger("mmtrain")
 
@@ -55,18 +58,25 @@ class Reporter:
         section: MetricsConfig,
         folder: Path,
         *,
-        steps: int,
+        steps: int | None,
         start: int,
         config: dict[str, Any] | None = None,
+        generation: int | None = None,
     ) -> None:
-        """Args: config: of the job, for wandb. Raises: ConfigError: wandb cannot start."""
+        """Args: steps: of the job; None: not known before they are trained. config: of the job, for wandb. generation:
+            of an elastic job; None: of another one.
+
+        Raises: ConfigError: wandb cannot start.
+        """
+        self._generation = generation
         self._board: TensorBoardLogger | None = None
         self._wandb: WandBLogger | None = None
         self._bar: Any = None
         folder.mkdir(parents=True, exist_ok=True)
         if section.enable_wandb:
             self._wandb = _start_wandb(folder, config)
-        self._file = _continue_jsonl(folder / "metrics.jsonl", start)
+        self._history = MetricsHistory.kept(folder / "metrics.jsonl", start, generation)
+        self._file = _appended(folder / "metrics.jsonl")
         if section.enable_tensorboard:
             self._board = TensorBoardLogger(str(folder / section.save_tb_folder))
             _continue_board(self._board, start)
@@ -81,15 +91,38 @@ class Reporter:
         self._say(m.text())
         step = int(m["step"])
         if self._bar is not None:
+            self._bar.total = max(step, round(m["total_steps"]))
             self._bar.update(step - self._bar.n)
             self._bar.set_postfix(loss=f"{m['loss']:.3f}")
         self._scalars(m.scalars(), step)
 
+    def note(self, values: Mapping[str, float]) -> None:
+        """Writes the line of an earlier step, unless metrics.jsonl has it. Args: values: `step` and others by key."""
+        if int(values["step"]) > self._history.last_step:
+            known = {metric.name for metric in METRICS if not metric.in_file}
+            line = {key: value for key, value in values.items() if key not in known}
+            self._line(line | {"step": int(values["step"])})  # readers want a whole number
+
+    def membership(self, event: MembershipEvent) -> None:
+        """Reports a change of the nodes of an elastic job."""
+        self._say(event.text())
+        self._line(event.line(time.time()))
+
+    def time_in_steps(self, step_s: float) -> float:
+        """The part of the time since the job began that is in finished steps; NaN: it is no elastic job.
+
+        Args: step_s: seconds of a step that has just ended, whose line is not written.
+        """
+        return self._history.time_in_steps(time.time(), step_s)
+
     def validation(self, step: int, result: Validation) -> None:
         """Reports one validation."""
-        shares = {grade: right / count for grade, (right, count) in sorted(result.accuracy.items()) if count}
-        text = "".join(f"  {grade}: {100 * share:.1f}%" for grade, share in shares.items())
-        text = f"  accuracy{text}" if text else ""
+        shares, recall = _shares(result.accuracy), _shares(result.recall)
+        text = _shares_text("accuracy", shares) + _shares_text("recall", recall)
+        own = {name: value for name, value in result.numbers.items() if name != "exact_match"}
+        text += "".join(f"  {name}: {value:.4f}" for name, value in own.items())
+        best = result.so_far
+        text += f"  best: {best.text}" if best.text else ""
         shuffled = result.shuffled_loss
         if shuffled is not None:
             text += f"  with shuffled captions: {shuffled:.4f}"
@@ -100,13 +133,29 @@ class Reporter:
         self._scalars(
             {"validation_metrics/loss": result.loss, **extra}
             | {f"validation_metrics/accuracy/{grade}": share for grade, share in shares.items()}
-            | {f"validation_metrics/loss/{name}": loss for name, loss in losses.items()},
+            | {f"validation_metrics/recall/{name}": share for name, share in recall.items()}
+            | {f"validation_metrics/loss/{name}": loss for name, loss in losses.items()}
+            | {f"validation_metrics/metric/{name}": value for name, value in own.items()},
             step,
         )
         line = {"step": step, "validation_loss": result.loss, "accuracy": shares}
+        line |= {"recall": recall} if recall else {}
         line |= {} if shuffled is None else {"shuffled_captions_loss": shuffled}
         line |= {"loss_by_source": losses} if losses else {}
-        self._line(line | (self._answers(step, result.answers) if result.answers else {}))
+        line |= {"metric": own} if own else {}
+        line |= {"best": best.best, "best_step": best.best_step, "best_by": best.figure} if best.text else {}
+        line |= self._answers(step, result.answers) if result.answers else {}
+        self._line(line | (self._samples(step, result.samples) if result.samples is not None else {}))
+
+    def _samples(self, step: int, samples: ClipSamples) -> dict[str, int]:
+        """Reports clips for held-out prompts; what metrics.jsonl says of them."""
+        self.image(step, "validation/samples", samples.png)
+        verdict = samples.verdict
+        if verdict is None:
+            return {}
+        self._say(f"samples: {verdict.text()}")
+        self._scalars({"validation/samples_right": verdict.right / verdict.num_clips}, step)
+        return {"samples_judged": verdict.num_clips, "samples_right": verdict.right}
 
     def _answers(self, step: int, answers: Sequence[Answer]) -> dict[str, int]:
         """Reports answers to held-out questions; what metrics.jsonl says of them."""
@@ -145,8 +194,11 @@ class Reporter:
                 board.log(dict(values), step)
 
     def _line(self, values: Mapping[str, Any]) -> None:
+        of_generation = {} if self._generation is None else {"generation": self._generation}
         finite = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in values.items()}
-        self._file.write(json.dumps(finite) + "\n")  # JSON has no NaN
+        line = finite | of_generation
+        self._history.take(line)
+        self._file.write(json.dumps(line) + "\n")  # JSON has no NaN
         self._file.flush()
 
 
@@ -163,6 +215,17 @@ def _start_wandb(folder: Path, config: dict[str, Any] | None) -> WandBLogger:
         ) from error
 
 
+def _shares(counts: Mapping[str, tuple[int, int]]) -> dict[str, float]:
+    """Name -> part of what was looked for that was right. Args: counts: name -> (right, all)."""
+    return {name: right / count for name, (right, count) in sorted(counts.items()) if count}
+
+
+def _shares_text(what: str, shares: Mapping[str, float]) -> str:
+    """What the log says of shares; empty without any."""
+    text = "".join(f"  {name}{':' * bool(name)} {100 * share:.1f}%" for name, share in shares.items())
+    return f"  {what}{text}" if text else ""
+
+
 def _sources_text(sources: Mapping[str, SourceTotals]) -> str:
     """What the log says of several sources; empty of one."""
     return "".join(f"  {source_text(name, totals.samples, totals.loss)}" for name, totals in sources.items())
@@ -176,15 +239,5 @@ def _continue_board(board: TensorBoardLogger, start: int) -> None:
     board.writer.file_writer.add_event(Event(step=first, session_log=SessionLog(status=SessionLog.START)))
 
 
-def _continue_jsonl(path: Path, start: int) -> TextIO:
-    """The metrics file, opened to append, without the steps that a resumed run repeats."""
-    if path.exists():
-        kept = []
-        for line in path.read_text().splitlines():
-            try:
-                if start and json.loads(line)["step"] <= start:
-                    kept.append(line + "\n")
-            except (json.JSONDecodeError, KeyError):
-                continue  # truncated by a kill
-        write_whole(path, "".join(kept))
+def _appended(path: Path) -> TextIO:
     return open(path, "a", encoding="utf-8")

@@ -5,11 +5,12 @@ Rank 0 logs and writes; every rank makes the same calls, as counts and times are
 
 import errno
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from mmtrain.config import config as config_module
 from mmtrain.config.config import Config
@@ -17,13 +18,15 @@ from mmtrain.config.toml_sections import to_dict
 from mmtrain.data.chat_templates import prompt_notes
 from mmtrain.data.tokenizer import job_tokenizer
 from mmtrain.errors import ConfigError, MMTrainError
-from mmtrain.launch.folder_owner import owned
+from mmtrain.launch.folder_owner import Ownership, owned
 from mmtrain.launch.launched import local_world_size
+from mmtrain.models.attention.backend import capability_of
 from mmtrain.observe.answers import write_answers
 from mmtrain.observe.batch_metrics import record_batch, record_plan
 from mmtrain.observe.environment import write_environment
-from mmtrain.observe.job_summary import few_clips, start_lines
+from mmtrain.observe.job_summary import few_clips, high_rate, start_lines
 from mmtrain.observe.log_file import LogFile
+from mmtrain.observe.membership_event import MembershipEvent
 from mmtrain.observe.observer import FinishedStep, Observer
 from mmtrain.observe.reporter import Reporter, peak_flops
 from mmtrain.observe.step_files import StepFiles
@@ -41,17 +44,41 @@ logger = logging.getLogger("mmtrain")
 class RunRecord(Observer):
     """The metrics, files and log lines of one run. All methods are collective over the job."""
 
-    def __init__(self, config: Config, job: Job, mesh: Mesh, start: int) -> None:
-        """Args: start: the run goes on after this step. Raises: ConfigError: its folder cannot be written."""
-        self._start = start
+    def __init__(
+        self,
+        config: Config,
+        job: Job,
+        mesh: Mesh,
+        start: int,
+        *,
+        generation: int | None = None,
+        written: Config | None = None,
+    ) -> None:
+        """Begins the record, or goes on with it.
+
+        Args:
+            start: the run goes on after this step.
+            generation: of an elastic job, of which there is a record in each generation; None: of another job.
+            written: goes to config.toml, that of an elastic job, whose layouts have others; None: that of the layout.
+        Raises: ConfigError: its folder cannot be written.
+        """
+        self._start, self._generation, self._written = start, generation, written
+        self._event: MembershipEvent | None = None
         self.layout_begins(config, job, mesh, start)
         self._peak_flops = peak_flops(config.metrics, mesh.device)
         self._log = LogFile(self._folder, mesh.rank)
         self._reporter: Reporter | None = None
         if mesh.rank == 0:
-            steps = config.training.steps
-            self._reporter = Reporter(config.metrics, self._folder, steps=steps, start=start, config=to_dict(config))
-            log_prompts(config)
+            self._reporter = Reporter(
+                config.metrics,
+                self._folder,
+                steps=config.training.steps or None,
+                start=start,
+                config=to_dict(written or config),
+                generation=generation,
+            )
+            if generation in (None, 1):
+                log_prompts(config)
 
     def layout_begins(self, config: Config, job: Job, mesh: Mesh, step: int) -> None:
         """Writes the config, the environment and the schedule's file of the steps after `step`, whose layout this is.
@@ -62,7 +89,7 @@ class RunRecord(Observer):
         self._folder = Path(config.job.dump_folder)
 
         def write() -> None:
-            (self._folder / "config.toml").write_text(config_module.dump(config))
+            (self._folder / "config.toml").write_text(config_module.dump(self._written or config))
             write_environment(self._folder / "environment.json", mesh, step)
             if job.schedule.text:
                 copy = self._folder / f"schedule{job.schedule.suffix}"
@@ -98,8 +125,12 @@ class RunRecord(Observer):
         metrics.reduce_max()
         if self._reporter is None:
             return
+        if self._event is not None:
+            metrics.record("nodes", self._event.nodes)
+            metrics.record("pipelines", len(self._event.pipelines))
+            metrics.record("time_in_steps", self._reporter.time_in_steps(metrics["step_time_s"]))
         timing.record(metrics, flops, self._peak_flops * shape.cp * shape.tp, plan.result.timeline)
-        section, steps = self._config.metrics, self._config.training.steps
+        section = self._config.metrics
         values = metrics.finished()
         if self._start + 1 == step.step and values["samples"] < self._config.assignment.stable_samples:
             logger.warning(
@@ -108,18 +139,32 @@ class RunRecord(Observer):
                 "assignment.samples_per_step",
                 step.step, values["samples"], self._config.assignment.stable_samples,
             )  # fmt: skip
-        self._reporter.step(values, quiet=step.step % section.log_freq != 0 and step.step not in (1, steps))
+        self._reporter.step(values, quiet=step.step % section.log_freq != 0 and step.step != 1 and not step.last)
         files = StepFiles(step=step.step, job=self._job, plan=plan, timing=timing)
         if section.trace_freq and step.step % section.trace_freq == 0:
             files.write_trace(self._folder / "traces" / f"step-{step.step}.json")
-        if section.timeline_freq and (step.step % section.timeline_freq == 0 or step.step == steps):
+        if section.timeline_freq and (step.step % section.timeline_freq == 0 or step.last):
             files.write_timeline(self._folder / "timelines" / f"step-{step.step}")
             self._reporter.image(step.step, "timeline", files.image)
+
+    def membership_changed(self, event: MembershipEvent) -> None:
+        """Reports a change of the nodes of an elastic job, with which this record begins. Not collective."""
+        self._event = event
+        if self._reporter is not None:
+            self._reporter.membership(event)
+
+    def note(self, values: Mapping[str, float]) -> None:
+        """Writes the metrics of an earlier step, unless they are there: a failure kept them from being written. Not
+        collective. Args: values: `step` and others by key."""
+        if self._reporter is not None:
+            self._reporter.note(values)
 
     def validated(self, step: int, result: Validation) -> None:
         """Reports one validation. Args: step: the last one before it."""
         if self._reporter is not None:
             self._reporter.validation(step, result)
+            if result.samples is not None:
+                result.samples.write(self._folder / "validation_samples" / f"step-{step}.json", step)
         if result.answers:
             write_answers(self._folder / "answers" / f"step-{step}.json", step, result.answers)
 
@@ -135,31 +180,46 @@ class RunRecord(Observer):
         self._log.close()
 
 
-def log_start(config: Config, jobs: Sequence[Job], device: torch.device, cut_s: float) -> None:
-    """Logs what is trained, and how. Args: jobs: [pipeline] -> its job. cut_s: seconds that the partitions took."""
+def log_start(config: Config, jobs: Sequence[Job], device: torch.device, cut_s: float, *, again: bool = False) -> None:
+    """Logs what is trained, and how.
+
+    Args:
+        jobs: [pipeline] -> its job.
+        cut_s: seconds that the partitions took.
+        again: a running job goes on at another layout: the mesh alone.
+    """
     num_ranks = local_world_size(config.parallelism.layout.world_size)
     threads = search_threads(config.planner.threads, num_cores(), num_ranks)
-    for line in start_lines(config, jobs, device=device.type, threads=threads, cut_s=cut_s):
-        logger.info("%s", line)
+    lines = start_lines(
+        config, jobs, device=device.type, capability=capability_of(device), threads=threads, cut_s=cut_s
+    )
+    for line in lines:
+        if not again or line.startswith("mesh: "):
+            logger.info("%s", line)
+    if not again and dist.get_rank() == 0 and (warning := high_rate(config)):
+        logger.warning("%s", warning)
 
 
-def log_nothing_left(config: Config, step: int) -> None:
-    """Logs that all steps are done. Args: step: the last one."""
-    # No warning, which each rank would show.
-    text = "no step is left: step %d of training.steps = %d is done; raise it, or name another job.dump_folder"
-    logger.info(text, step, config.training.steps)
+def log_nothing_left(why: str) -> None:
+    """Logs that all steps are done. Args: why: none is left."""
+    logger.info("no step is left: %s; raise it, or name another job.dump_folder", why)  # each rank would show a warning
 
 
-def log_end(config: Config, step: int, skipped: int, clips: int | None) -> None:
-    """Logs what a run leaves that has trained its last step.
+def log_end(config: Config, step: int, skipped: int, clips: int | None, *, is_last: bool, best_step: int = 0) -> None:
+    """Logs what a run leaves.
 
     Args:
         step: the last one.
+        is_last: whether no step is left.
+        best_step: of the best validation; 0: there is none, or it is not kept.
         skipped: steps in a row up to it that changed no weight.
         clips: seen since the start; None: not known.
     """
-    if config.checkpoint.enable and step == config.training.steps:
-        logger.info("the model of step %d is in %s", step, Path(config.job.dump_folder) / config.checkpoint.folder)
+    folder = Path(config.job.dump_folder) / config.checkpoint.folder
+    if config.checkpoint.enable and is_last:
+        logger.info("the model of step %d is in %s", step, folder)
+    if config.checkpoint.keep_best and best_step:
+        logger.info("the best one by %s is that of step %d (--step best)", config.checkpoint.figure.text, best_step)
     if skipped:
         logger.info("steps %d to %d were skipped: the weights are those of the step before", step + 1 - skipped, step)
     if few := few_clips(config, clips):
@@ -176,17 +236,19 @@ def log_prompts(config: Config) -> None:
 
 
 @contextmanager
-def owned_by_rank_zero(folder: Path) -> Iterator[None]:
+def owned_by_rank_zero(folder: Path, job: str = "") -> Iterator[Ownership]:
     """A context in which rank 0 owns the run folder, and a full file system is reported. Collective over the job.
 
+    Args: job: see `owned`.
     Raises:
         ConfigError: on all ranks: the folder cannot be owned.
         MMTrainError: in place of the error of a full file system.
     """
     with ExitStack() as stack:
         try:
-            on_rank_zero(lambda: stack.enter_context(owned(folder)))
-            yield
+            ownership = Ownership()
+            on_rank_zero(lambda: stack.enter_context(owned(folder, job=job, ownership=ownership)) and None)
+            yield ownership
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise

@@ -11,7 +11,7 @@ from mmtrain.launch.whole_files import write_whole
 from mmtrain.observe.step_timing import StepTiming, planned_timing
 from mmtrain.planner.iteration import IterationPlan
 from mmtrain.planner.job import Job
-from mmtrain.schedule.action import Action, Kind
+from mmtrain.schedule.action import COMPUTE, Action, Kind
 from mmtrain.schedule.timeline import Timeline
 from mmtrain.schedule.view.draw import png, svg, trace_events
 from mmtrain.spec.layer import Flops
@@ -59,6 +59,8 @@ class StepFiles:
         planned = planned_timing(self.timing.plan, self.timelines["planned"])
         both = {"measured": self.timing, "planned": planned}
         zeros = {name: self.timelines[name].start_s for name in both}
+        labels = list(dict.fromkeys(module.label for module in graph.modules))
+        label_of = [labels.index(module.label) for module in graph.modules]
         actions: list[list[Any]] = []
         first_rows: list[int] = []
         for rank, order in enumerate(self.timing.plan.orders):
@@ -79,15 +81,15 @@ class StepFiles:
                     )  # fmt: skip
         return {
             "step": self.step,
-            "modules": [module.name for module in graph.modules],
+            "modules": labels,
             "num_ranks": graph.num_ranks,
             "stages": [
-                [graph.module_of[stage.index], stage.pp_rank, stage.layers[0], stage.layers[1] - 1]
+                [label_of[graph.module_of[stage.index]], stage.pp_rank, stage.layers[0], stage.layers[1] - 1]
                 for stage in self.job.partition.stages
             ],
             "actions": actions,
             "deferred": [
-                [work.module, work.microbatch, work.sub_microbatch]
+                [label_of[work.module], work.microbatch, work.sub_microbatch]
                 for work in (graph.works[index] for index in sorted(graph.deferred))
             ],
             "waits": {name: _waits(timing, zeros[name], first_rows) for name, timing in both.items()},
@@ -122,7 +124,9 @@ class StepFiles:
 
 
 def flops_of(kind: Kind, flops: Flops) -> float:
-    """FLOPs of a compute action of a stage and work."""
+    """FLOPs of a compute action of a stage and work; 0 of an instruction."""
+    if kind not in COMPUTE:
+        return 0.0
     if kind is Kind.F:
         return flops.forward
     if kind is Kind.I:

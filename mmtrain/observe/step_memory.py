@@ -36,22 +36,28 @@ _GROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """Memory of a rank before its model is built; equal on all ranks of the job."""
+    """Memory of a rank before its model is built."""
 
     device_bytes: float
-    """Memory of a rank's device; on a CPU, that of the machine divided by its ranks. The minimum over the job."""
+    """Memory of a rank's device; on a CPU, that of the machine divided by its ranks. Of a job, the minimum."""
     process_bytes: float
-    """Memory of the process besides tensors. The maximum over the job."""
+    """Memory of the process besides tensors. Of a job, the maximum."""
 
     @classmethod
     def agreed(cls, device: torch.device, num_ranks: int) -> "DeviceMemory":
         """The values that hold for all ranks. Collective over the job. Args: num_ranks: on this machine."""
+        own = cls.own(device, num_ranks)
+        largest = torch.tensor([-own.device_bytes, own.process_bytes], dtype=torch.float64)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return cls(device_bytes=-float(largest[0]), process_bytes=float(largest[1]))
+
+    @classmethod
+    def own(cls, device: torch.device, num_ranks: int) -> "DeviceMemory":
+        """The values of this rank. Args: num_ranks: on this machine."""
         memory = _cuda_memory(device, _sharers(num_ranks)) if device.type == "cuda" else _host_memory(num_ranks)
         device_bytes, process_bytes = memory
-        largest = torch.tensor([-device_bytes, process_bytes], dtype=torch.float64)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        rounded = -(-float(largest[1]) // ROUNDED_TO_BYTES) * ROUNDED_TO_BYTES
-        return cls(device_bytes=-float(largest[0]), process_bytes=rounded)
+        rounded = -(-process_bytes // ROUNDED_TO_BYTES) * ROUNDED_TO_BYTES
+        return cls(device_bytes=device_bytes, process_bytes=rounded)
 
 
 def _sharers(num_ranks: int) -> int:

@@ -84,19 +84,24 @@ class StepTiming:
             peak_flops: of all devices of a pipeline rank (cp x tp) together; NaN: not known.
             planned: the simulated timeline.
         """
-        names = [module.name for module in self.plan.graph.modules]
-        bubbles = [waited / self._available_s for waited in self.waits.module_s(len(names))]
+        modules = self.plan.graph.modules
+        bubbles: dict[str, float] = {}
+        total: dict[str, float] = {}
+        for module, waited in zip(modules, self.waits.module_s(len(modules)), strict=True):
+            bubbles[module.label] = bubbles.get(module.label, 0.0) + waited / self._available_s
+            of_module = flops[module.name].total if module.name in flops else 0.0
+            total[module.label] = total.get(module.label, 0.0) + of_module
         metrics.record("bubble", self.bubble)
-        metrics.record("bubble_other", self.bubble - sum(bubbles))
+        metrics.record("bubble_other", self.bubble - sum(bubbles.values()))
         metrics.record("program_s", max(self.spans_s))
         metrics.record("makespan_s", self.makespan_s)
         metrics.record("planned_makespan_s", planned.makespan_s)
         metrics.record("peak_s", sum(f.total for f in flops.values()) / (peak_flops * len(self.spans_s)))
         timeline, planned_spread_s = self.timeline(), planned.spread_s
         seconds, spread_s = timeline.microbatch_s, timeline.spread_s
-        for name, bubble in zip(names, bubbles, strict=True):
-            compute_s, total = sum(seconds.get(name, ())), flops[name].total if name in flops else 0.0
-            per_s = total / compute_s if compute_s > 0 else math.nan
+        for name, bubble in bubbles.items():
+            compute_s = sum(seconds.get(name, ()))
+            per_s = total[name] / compute_s if compute_s > 0 else math.nan
             metrics.record("compute_s_{}", compute_s, name)
             metrics.record("tflops_{}", per_s / 1e12, name)
             metrics.record("mfu_{}", per_s / peak_flops, name)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,12 @@ from mmtrain.modality.metadata import IterationMeta
 from mmtrain.models.batch import IGNORE_INDEX, with_other_captions
 from mmtrain.models.diffusion import ClipNoise
 from mmtrain.observe.by_source import SourceTotals, source_sums, source_totals
+from mmtrain.observe.clip_samples import ClipSamples, sampled
+from mmtrain.observe.own_metric import answer_numbers
+from mmtrain.observe.recall import Pairs, contents, recalls
+from mmtrain.observe.validated import Validated
 from mmtrain.parallel.batch_runner import BatchRunner
+from mmtrain.parallel.collectives import on_rank_zero
 from mmtrain.parallel.mesh import Mesh
 from mmtrain.parallel.replica_data import Item
 from mmtrain.parallel.runtime import StepOutcome
@@ -30,12 +36,26 @@ class Validation:
     """Mean over labelled tokens, or over all numbers of the latents."""
     accuracy: Mapping[str, tuple[int, int]]
     """Grade -> (answers right, answers)."""
+    recall: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Of pairs, what `recalls` finds."""
     shuffled_loss: float | None = None
     """Loss with each clip under the caption of another one; None: not measured."""
     sources: Mapping[str, SourceTotals] = field(default_factory=dict)
     """Of several sources: name -> its part of the validation."""
     answers: tuple[Answer, ...] = ()
     """To held-out questions (`validation.generate`), on rank 0."""
+    samples: ClipSamples | None = None
+    """Clips for held-out prompts (`validation.samples`)."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """Of these answers: exact_match, and those of `validation.metric`, by name."""
+    so_far: Validated = field(default_factory=Validated)
+    """The validations up to this one; without a best one if the job does not compare them."""
+
+    @property
+    def figures(self) -> Mapping[str, float]:
+        """All by which validations may be compared, by name."""
+        right, count = (sum(counts[i] for counts in self.accuracy.values()) for i in range(2))
+        return {"loss": self.loss} | ({"accuracy": right / count} if count else {}) | dict(self.numbers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +75,22 @@ class Validator:
         An answer is right if every one of its tokens is the most likely one after the right prefix, which
         is when greedy decoding would write it.
         """
+        with self.runner.placement.optimizers.averaged() if self.section.weights == "ema" else nullcontext():
+            return self._validated()
+
+    def _validated(self) -> Validation:
         data = self.runner.placement.data
         result = self._of(data.validation(self.section.steps))
         if self.section.shuffled_captions:
             shuffled = self._of(data.validation(self.section.steps, with_other_captions))
             result = dataclasses.replace(result, shuffled_loss=shuffled.loss)
         if self.section.generate:
-            result = dataclasses.replace(result, answers=data.answers(self._next_tokens))
+            answers = data.answers(self._next_tokens)
+            numbers = on_rank_zero(lambda: answer_numbers(answers, self.section.metric))
+            result = dataclasses.replace(result, answers=answers, numbers=numbers)
+        if self.section.samples:
+            samples = sampled(data.prompts(), self.runner, self.plan)
+            result = dataclasses.replace(result, samples=samples)
         return result
 
     def _next_tokens(self, item: Item) -> dict[Key, int]:
@@ -83,15 +112,23 @@ class Validator:
         runner, mesh = self.runner, self.runner.placement.mesh
         loss_sum, num_targets = 0.0, 0
         accuracy: dict[str, tuple[int, int]] = {}
+        embeddings: list[Tensor] = []
+        of_pairs: list[Tensor] = []
         by_source = torch.zeros(len(self.sources), 4, dtype=torch.float64)
         for number, item in enumerate(items):
             plan, outcome, predictions = self._predicted(item, noise=runner.noise(-1 - number, hides=False))
             loss_sum += runner.loss_sum(outcome)
             by_source += source_sums(self.sources, plan, item.meta, item.labels, outcome.position_losses, mesh)
+            if runner.job.spec.reads_pairs and mesh.is_leader and item.batch is not None:
+                of_pairs.append(contents(item.batch, item.meta))
             if outcome.losses and mesh.place.cp == mesh.place.tp == 0:
                 num_targets += runner.loss.num_values(item.meta)
-                count_answers(plan, item.meta, item.labels, predictions, accuracy)
-        return validation_of_all(loss_sum, num_targets, accuracy, self.sources, by_source)
+                if runner.job.spec.reads_pairs:
+                    embeddings += [predictions[work].cpu() for work in sorted(predictions)]
+                else:
+                    count_answers(plan, item.meta, item.labels, predictions, accuracy)
+        pairs = Pairs(replica=mesh.dp_rank, embeddings=embeddings, contents=of_pairs)
+        return validation_of_all(loss_sum, num_targets, accuracy, self.sources, by_source, pairs)
 
 
 def count_answers(
@@ -164,6 +201,7 @@ def validation_of_all(
     counts: Mapping[str, tuple[int, int]],
     sources: Sequence[str],
     by_source: Tensor,
+    pairs: Pairs,
 ) -> Validation:
     """The validation over all replicas. Collective over the job.
 
@@ -172,16 +210,18 @@ def validation_of_all(
         num_targets, counts: labelled positions, and grade -> (answers right, answers); on one rank of each submesh.
         sources: names of several sources.
         by_source: [S, 4] of `source_sums`.
+        pairs: what this rank has of those of its replica.
     """
     parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, (loss_sum, num_targets, counts, by_source))
+    dist.all_gather_object(parts, (loss_sum, num_targets, counts, by_source, pairs))
     accuracy: dict[str, tuple[int, int]] = {}
-    for _, _, counts, _ in parts:
+    for _, _, counts, *_ in parts:
         for grade, (right, count) in counts.items():
             before = accuracy.get(grade, (0, 0))
             accuracy[grade] = (before[0] + right, before[1] + count)
     return Validation(
         loss=sum(p[0] for p in parts) / max(1, sum(p[1] for p in parts)),
         accuracy=accuracy,
+        recall=recalls(part[4] for part in parts),
         sources=source_totals(sources, torch.stack([p[3] for p in parts]).sum(0)),
     )

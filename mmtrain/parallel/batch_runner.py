@@ -5,29 +5,35 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count, islice
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mmtrain.config.config import Config
 from mmtrain.config.sections import TrainingConfig
 from mmtrain.data.tokenizer import job_tokenizer
 from mmtrain.errors import TrainingError
 from mmtrain.modality.metadata import IterationMeta
+from mmtrain.models.adapter_layers import combined_key
 from mmtrain.models.attention.context import AttentionChoices
-from mmtrain.models.batch import check_batch
+from mmtrain.models.batch import check_batch, labelled_tokens
 from mmtrain.models.diffusion import ClipNoise, Denoising, null_token
 from mmtrain.models.loss import Loss
 from mmtrain.parallel.feed import StepFeed
 from mmtrain.parallel.feeds.inputs import StepInputs
-from mmtrain.parallel.grads import fill_missing_grads, total_norm
+from mmtrain.parallel.grads import fill_missing_grads, squared_norm
 from mmtrain.parallel.placement import Placement
 from mmtrain.parallel.planning import PendingPlan
 from mmtrain.parallel.replica_data import Item
 from mmtrain.parallel.runtime import StepOutcome
+from mmtrain.parallel.stage import KeyOf
 from mmtrain.parallel.tensor import finish_gradients
+from mmtrain.planner.batching import Batching
 from mmtrain.planner.iteration import IterationPlan
 from mmtrain.planner.job import Job
+from mmtrain.schedule.recipe.instructions import functions_of
 
 logger = logging.getLogger("mmtrain")
 
@@ -72,16 +78,19 @@ class BatchRunner:
         noise: ClipNoise | None,
         loss_grad: float = 1.0,
         want_predictions: bool = False,
+        dropout_key: int | None = None,
     ) -> StepOutcome:
         """The outcome of a plan. Collective over pp.
 
-        Args: noise: of a text-to-video job. want_predictions: of a language model's tokens.
+        Args: noise: of a text-to-video job. want_predictions: of a language model's tokens. dropout_key: of the masks
+            of this step's dropout; None: nothing is dropped.
         """
         mesh, runtime = self.placement.mesh, self.placement.runtime
         if item.batch is not None and mesh.pp_rank == 0:  # other ranks may have a part of it
             check_batch(item.batch, item.meta, self.denoising.scale if self.denoising else None)
+        layout = plan.layout.with_labelled(labelled_tokens(item.labels))
         inputs = StepInputs(
-            layout=plan.layout,
+            layout=layout,
             meta=item.meta,
             mesh=mesh,
             batch=item.batch,
@@ -95,9 +104,23 @@ class BatchRunner:
         )
         runtime.load(
             plan.program,
-            lambda stage, work: self.job.output_shape(plan.layout, stage, work, mesh.place.cp, mesh.place.tp),
+            lambda stage, work: self.job.output_shape(layout, stage, work, mesh.place.cp, mesh.place.tp),
+            functions_of(self.job.schedule.instructions, self.job.partition.modules),
+            None if dropout_key is None else self._keys(dropout_key, layout.batching),
         )
         return runtime.step(StepFeed(self.job.partition, inputs), loss_grad=loss_grad)
+
+    def _keys(self, dropout_key: int, batching: Batching) -> KeyOf:
+        """Work -> the key of its dropout, which depends on its units, and on the rows that this rank's group has."""
+        mesh = self.placement.mesh
+
+        def key_of(work: int) -> int:
+            module = batching.spec.module(batching.module_of(work))
+            units = [(unit.source, unit.sample, getattr(unit, "key", ())) for unit in batching.items[work].units]
+            own_rows = mesh.place.cp, mesh.place.tp if module.shares_units and mesh.data_encoder else 0
+            return combined_key(dropout_key, module.name, *own_rows, units)
+
+        return key_of
 
     def noise(self, step: int, *, hides: bool) -> ClipNoise | None:
         """The random choices of a step of a text-to-video job. Args: hides: captions may be hidden."""
@@ -105,9 +128,13 @@ class BatchRunner:
 
     def loss_sum(self, outcome: StepOutcome) -> float:
         """This rank's share of its replica's loss: tp ranks hold equal losses, cp ranks those of their own tokens."""
-        if self.placement.mesh.place.tp:
-            return 0.0
-        return sum((float(loss) for loss in outcome.losses.values()), 0.0)
+        return self._loss_sum(outcome, torch.zeros((), dtype=torch.float64, device=self.placement.mesh.device))[0]
+
+    def _loss_sum(self, outcome: StepOutcome, other: Tensor) -> tuple[float, float]:
+        """`loss_sum` and a float64 scalar of the device, in one copy."""
+        losses = () if self.placement.mesh.place.tp else outcome.losses.values()
+        *found, number = torch.stack([*(loss.double() for loss in losses), other]).tolist()
+        return sum(found, 0.0), number
 
     def replica_loss(self, loss_sum: float, meta: IterationMeta) -> float:
         """The mean loss of this rank's replica. Collective over the replica. Args: loss_sum: of this rank."""
@@ -116,15 +143,20 @@ class BatchRunner:
             dist.all_reduce(loss, group=self.placement.mesh.replica_group)
         return float(loss)
 
-    def finish_gradients(self) -> float:
-        """Completes the gradients of this rank's parameters over all axes; their norm. Collective over the job."""
+    def finish_gradients(self, outcome: StepOutcome) -> tuple[float, float]:
+        """Completes the gradients of this rank's parameters over all axes. Collective over the job.
+
+        Returns: this rank's `loss_sum`, and its share of the square of the gradients' norm. They come from the device
+        together, which is where the host waits for a step.
+        """
         model, mesh = self.placement.model, self.placement.mesh
         fill_missing_grads(model.parameters)
         finish_gradients(model.parameters)
         model.sums.finish()
         # The tied head is counted in the norm where the embedding is.
         skip = model.tied[-1] if model.tied and self.job.partition.tie_ranks[1] == mesh.pp_rank else None
-        return float(total_norm(model.parameters, mesh, skip=skip))
+        squares = squared_norm(model.parameters, mesh, skip=skip)
+        return self._loss_sum(outcome, squares)
 
 
 def job_denoising(config: Config) -> Denoising | None:
@@ -135,20 +167,19 @@ def job_denoising(config: Config) -> Denoising | None:
 def planned_ahead(
     items: Iterator[Item], first: int, last: int, submit: Callable[[int, Item], PendingPlan] | None
 ) -> Iterator[tuple[Item, PendingPlan | None]]:
-    """The items of the steps first .. last, each after the next one is being planned.
+    """The items of the steps first .. last, or up to the last item, each after the next one is being planned.
 
     An error in the data of a step is raised when that step comes, and not when it was read.
 
     Args: submit: begins to plan the item of a step; None: plans are made when their step comes.
     """
     if submit is None:
-        for _ in range(first, last + 1):
-            yield next(items), None
+        yield from ((item, None) for item in islice(items, last + 1 - first))
         return
-    waiting: deque[tuple[Item, PendingPlan] | Exception] = deque()
-    for step in range(first, last + 1):
-        while len(waiting) < 2 and step + len(waiting) <= last:
-            waiting.append(_fetched(items, step + len(waiting), submit))
+    ahead = _fetched(islice(items, last + 1 - first), first, submit)
+    waiting = deque(islice(ahead, 1))
+    while waiting:
+        waiting.extend(islice(ahead, 1))
         fetched = waiting.popleft()
         if isinstance(fetched, Exception):
             raise fetched
@@ -156,14 +187,18 @@ def planned_ahead(
 
 
 def _fetched(
-    items: Iterator[Item], step: int, submit: Callable[[int, Item], PendingPlan]
-) -> tuple[Item, PendingPlan] | Exception:
-    """The item of a step, whose plan is searched from now on; or the error of its data."""
-    try:
-        item = next(items)
-    except Exception as error:
-        return error
-    return item, submit(step, item)
+    items: Iterator[Item], first: int, submit: Callable[[int, Item], PendingPlan]
+) -> Iterator[tuple[Item, PendingPlan] | Exception]:
+    """Items from a step on, whose plan is searched from then on; the last may be the error of its data."""
+    for step in count(first):
+        try:
+            item = next(items)
+        except StopIteration:
+            return
+        except Exception as error:
+            yield error
+            return
+        yield item, submit(step, item)
 
 
 def skip_nonfinite(section: TrainingConfig, result: StepResult, step: int, ranks: list[int], *, skipped: int) -> None:

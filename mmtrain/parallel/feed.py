@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from mmtrain.parallel.feeds.clips import CaptionsFeed, FramesFeed, LatentsFeed
-from mmtrain.parallel.feeds.documents import DocumentsFeed
+from mmtrain.parallel.feeds.documents import DocumentsFeed, LabelsFeed, PairsFeed, TextsFeed, TokenIdsFeed
 from mmtrain.parallel.feeds.images import ImagesFeed
 from mmtrain.parallel.feeds.inputs import Arguments, StepInputs
 from mmtrain.planner.partition.partition import Partition
@@ -15,6 +15,10 @@ ModuleFeed = Callable[[bool, bool, int], Arguments]
 FEEDS: dict[str, Callable[[StepInputs, ModuleSpec], ModuleFeed]] = {
     "images": ImagesFeed,
     "documents": DocumentsFeed,
+    "texts": TextsFeed,
+    "token_ids": TokenIdsFeed,
+    "labels": LabelsFeed,
+    "pairs": PairsFeed,
     "captions": CaptionsFeed,
     "latents": LatentsFeed,
     "frames": FramesFeed,

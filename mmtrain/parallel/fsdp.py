@@ -16,6 +16,8 @@ def apply_fsdp(
 ) -> None:
     """Shards a chunk's parameters over a mesh, unit by unit; the chunk's forward stays the entry.
 
+    One on the meta device must then be filled, and made ready with `prepare_fsdp`.
+
     Args:
         units: submodules that are gathered and reduced together, in forward order.
         mesh: the ranks to shard over, one axis.
@@ -35,4 +37,5 @@ def apply_fsdp(
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     for part in (*units, chunk):
         fully_shard(part, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard)
-    prepare_fsdp(chunk, reshard=reshard)
+    if not any(parameter.is_meta for parameter in chunk.parameters()):
+        prepare_fsdp(chunk, reshard=reshard)

@@ -1,4 +1,4 @@
-"""Gradient norm and clipping over all ranks."""
+"""Gradient norm and clipping."""
 
 import math
 from collections.abc import Iterable
@@ -30,8 +30,8 @@ def fill_missing_grads(parameters: Iterable[nn.Parameter]) -> None:
             parameter.grad = torch.zeros_like(parameter)
 
 
-def total_norm(parameters: Iterable[nn.Parameter], mesh: Mesh, *, skip: nn.Parameter | None = None) -> Tensor:
-    """The 2-norm of all gradients of the model, a float64 scalar, equal on every rank. Collective over the job.
+def squared_norm(parameters: Iterable[nn.Parameter], mesh: Mesh, *, skip: nn.Parameter | None = None) -> Tensor:
+    """This rank's share of the square of the 2-norm of all gradients of the model, a float64 scalar.
 
     Args: skip: a copy of a parameter that another rank counts (the tied head).
     """
@@ -40,8 +40,7 @@ def total_norm(parameters: Iterable[nn.Parameter], mesh: Mesh, *, skip: nn.Param
         if parameter.grad is None or parameter is skip:
             continue
         total += local_part(parameter.grad).double().pow(2).sum() / _copies(parameter, mesh)
-    dist.all_reduce(total)
-    return total.sqrt()
+    return total
 
 
 def _copies(parameter: nn.Parameter, mesh: Mesh) -> int:

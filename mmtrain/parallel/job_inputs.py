@@ -75,6 +75,23 @@ def job_inputs(config: Config, schedule: Schedule, device: torch.device, launche
     return tuple(subjects)
 
 
+def node_inputs(
+    config: Config, schedule: Schedule, device: torch.device, local_rank: int, ranks: int
+) -> tuple[Subject, ...]:
+    """The same of a rank of an elastic job, where each node may read the data.
+
+    Args: config: of one stage; ranks: of a node.
+    """
+    stage = config.parallelism.layout.world_size
+    place = Launched(rank=local_rank % stage, world_size=stage, local_rank=local_rank, local_world_size=ranks)
+    return job_inputs(config, schedule, device, place)
+
+
+def alike_config(config: Config) -> dict[str, str]:
+    """Dotted key -> value of all that nodes may not have for themselves."""
+    return dict(_config(dict(_flat(to_dict(config)))))
+
+
 def _flat(table: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
     """The values of nested tables, and of lists of them, under their dotted keys."""
     for key, value in table.items():

@@ -22,6 +22,7 @@ from mmtrain.errors import PlanError
 from mmtrain.parallel.collectives import equal_over
 from mmtrain.parallel.grads import fill_missing_grads, local_part
 from mmtrain.parallel.mesh import Mesh
+from mmtrain.spec.spec import VocabularyRows
 
 MOST_ELEMENTS = 1 << 25
 """Of a message: 128 MiB of float32."""
@@ -31,7 +32,7 @@ class _Held(NamedTuple):
     """What a rank says of a parameter that trains."""
 
     name: str
-    """A tied copy has that of its original."""
+    """A tied copy has that of its original; rows of a larger matrix have theirs in it."""
     stage: int
     shape: tuple[int, ...]
     """Of this rank's shard."""
@@ -116,12 +117,16 @@ class LayerSums:
             return cls()
         named: dict[tuple[str, int], list[nn.Parameter]] = {}
         table: list[_Held] = []
+        seen: set[nn.Parameter] = set()  # two stages may have one chunk
         for index, chunk in stages.items():
+            rows: Mapping[str, VocabularyRows] = getattr(chunk, "stored_rows", {})
             for name, parameter in chunk.named_parameters():
-                if parameter.requires_grad:
+                if parameter.requires_grad and parameter not in seen:
+                    seen.add(parameter)
                     shards = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
                     shape, elements = tuple(local_part(parameter).shape), parameter.numel() // shards
-                    own = _Held(aliases.get(name, name), index, shape, elements)
+                    whose = f"[{rows[name].first}:{rows[name].last}]" if name in rows else ""
+                    own = _Held(aliases.get(name, name) + whose, index, shape, elements)
                     table.append(own)
                     named.setdefault((own.name, own.stage), []).append(parameter)
         messages = _messages(_tables(table, mesh), mesh)

@@ -4,7 +4,7 @@ Device meshes are of the ranks of one stage: FSDP2 and tensor parallelism need n
 `layer_sums`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -147,6 +147,9 @@ class Mesh:
         return box[0]
 
 
+Hop = tuple[int, int]
+"""(source, target): two pp_ranks, of which the first sends to the second."""
+
 Route = tuple[dist.ProcessGroup, int]
 """A process group, and the rank in it of the other end of a transfer."""
 
@@ -155,8 +158,8 @@ class Channels:
     """The process group and the global peer rank of each directed transfer between pipeline ranks.
 
     gloo: one group serves all, since it matches by pair and keeps no order between directions. NCCL:
-    a group for each directed pair of neighbours (with the wrap-around that segments and modules use),
-    so that the two directions never wait for each other; another pair uses the pipeline's group.
+    a group for each directed pair between which a job's stages send (neighbours, if no job says which),
+    so that no direction waits for another one; another pair uses the pipeline's group.
     """
 
     through_host: bool
@@ -166,7 +169,7 @@ class Channels:
         self,
         pp_ranks: tuple[int, ...],
         pp_group: dist.ProcessGroup,
-        directed: dict[tuple[int, int], dist.ProcessGroup],
+        directed: dict[Hop, dist.ProcessGroup],
         *,
         through_host: bool = False,
     ) -> None:
@@ -174,7 +177,7 @@ class Channels:
         self._pp_ranks = pp_ranks
         self._pp_group = pp_group
         self._directed = directed
-        self._routes: dict[tuple[int, int], Route] = {}
+        self._routes: dict[Hop, Route] = {}
 
     def route(self, source: int, target: int, *, pp_rank: int) -> Route:
         """The group that carries transfers from one pp_rank to another, and the rank in it of the other end.
@@ -202,6 +205,7 @@ def build_mesh(
     data_encoder: bool = False,
     whole_rows: bool = False,
     share_device: bool = False,
+    hops: Sequence[Collection[Hop]] | None = None,
 ) -> Mesh:
     """All process groups of this rank. Every rank of the job must call it.
 
@@ -209,6 +213,8 @@ def build_mesh(
         data_encoder: tensor-parallel ranks hold whole encoders (`parallelism.encoder_tensor_parallel = "data"`).
         whole_rows: they have all rows between layers (`parallelism.tensor_parallel_rows = "whole"`).
         share_device: all groups are gloo's (`comm.share_device`).
+        hops: [pipeline] -> the directed pairs of its ranks that send (`Partition.hops`); None: neighbours, with the
+            wrap-around of segments.
     """
     rank, pipelines = dist.get_rank(), layout.groups("pp")
     pp_group: dist.ProcessGroup | None = None
@@ -216,7 +222,8 @@ def build_mesh(
         group = dist.new_group(list(ranks))
         pp_group = group if rank in ranks else pp_group
     assert pp_group is not None
-    directed = {} if device.type == "cpu" or share_device else _directed_groups(pipelines, rank)
+    hops = [_neighbours(depth) for depth in layout.depths] if hops is None else hops
+    directed = {} if device.type == "cpu" or share_device else _directed_groups(layout, rank, hops)
     pp_ranks = next(ranks for ranks in pipelines if rank in ranks)
     replica_ranks, replica_group = _join(layout, ("pp", "cp", "tp"), rank)
     _, submesh_group = _join(layout, ("cp", "tp"), rank)
@@ -263,12 +270,19 @@ def _device_mesh(
     )
 
 
-def _directed_groups(pipelines: Sequence[tuple[int, ...]], rank: int) -> dict[tuple[int, int], dist.ProcessGroup]:
-    """(source, target) of neighbouring pp_ranks -> their group in this rank's pipeline. Collective over the job."""
-    directed: dict[tuple[int, int], dist.ProcessGroup] = {}
-    for ranks in pipelines:
-        hops = {(s, t % len(ranks)) for s in range(len(ranks)) for t in (s + 1, s - 1) if len(ranks) > 1}
-        for source, target in sorted(hops):
+def _neighbours(depth: int) -> set[Hop]:
+    """The directed pairs of neighbours in a pipeline, the last and the first rank included."""
+    return {(s, t % depth) for s in range(depth) for t in (s + 1, s - 1) if depth > 1}
+
+
+def _directed_groups(layout: JobLayout, rank: int, hops: Sequence[Collection[Hop]]) -> dict[Hop, dist.ProcessGroup]:
+    """Each hop of this rank's pipeline -> its group. Collective over the job, in one order on all ranks.
+
+    Args: hops: [pipeline] -> its directed pairs.
+    """
+    directed: dict[Hop, dist.ProcessGroup] = {}
+    for ranks in layout.groups("pp"):
+        for source, target in sorted(hops[layout.coordinates(ranks[0]).pipeline]):
             pair = dist.new_group([ranks[source], ranks[target]])
             if rank in ranks:
                 directed[source, target] = pair

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from mmtrain.config.config import Config
-from mmtrain.errors import ConfigError
+from mmtrain.models.attention.backend import check_backend
 from mmtrain.parallel.build import LocalModel, build_local_model
+from mmtrain.parallel.fill import Local, first_rows
 from mmtrain.parallel.mesh import Mesh, build_mesh
 from mmtrain.parallel.optim import LocalOptimizers, build_optimizers, check_groups
 from mmtrain.parallel.planning import PlanAhead
@@ -43,16 +44,24 @@ class Placement:
     """All that were made for it."""
 
     @classmethod
-    def build(cls, config: Config, jobs: Sequence[Job], device: torch.device, search: Search) -> "Placement":
+    def build(
+        cls,
+        config: Config,
+        jobs: Sequence[Job],
+        device: torch.device,
+        search: Search,
+        local: Local | None = None,
+    ) -> "Placement":
         """The layout that a config and its jobs describe, with initial weights. Collective over the job.
 
-        Args: jobs: [pipeline] -> its job. search: finds the plans of iterations.
+        Args:
+            jobs: [pipeline] -> its job.
+            search: finds the plans of iterations.
+            local: what this rank has of the state of a running job, to be taken over; other weights and moments have
+                undefined values. None on all ranks: initial weights.
         Raises: ConfigError.
         """
-        if config.training.attention_backend == "flex" and device.type != "cuda":
-            raise ConfigError(
-                f'training.attention_backend = "flex" trains on CUDA alone, but the device is {device.type}; set "auto"'
-            )
+        check_backend(config, device)
         seed, groups_before = config.debug.seed, process_groups()
         mesh = build_mesh(
             config.parallelism.layout,
@@ -60,6 +69,7 @@ class Placement:
             data_encoder=config.data_encoder,
             whole_rows=config.parallelism.tensor_parallel_rows == "whole",
             share_device=config.comm.share_device,
+            hops=[job.partition.hops(job.spec) for job in jobs],
         )
         job = jobs[mesh.place.pipeline]
         partition = job.partition
@@ -78,9 +88,12 @@ class Placement:
                 seed=seed,
                 regathered=config.regathered,
                 recompute=config.activation_checkpoint,
+                local=local,
             )
             check_groups(config.optimizer, model.chunks, model.aliases)
             optimizers = build_optimizers(config.optimizer, model.chunks, model.tied, model.aliases)
+            if local is not None:
+                optimizers.fill(local, model.aliases, first_rows(model.chunks))
             runtime = PipelineScheduleRuntime(model.stages, reduced=model.sums.stage_reduced)
             undo.pop_all()
         groups = tuple(group for group in process_groups() if group not in groups_before)

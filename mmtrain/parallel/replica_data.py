@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mmtrain.config.config import Config
+from mmtrain.data.clip_prompts import ClipPrompts, held_out_prompts
 from mmtrain.data.loader import Loader, Step
 from mmtrain.data.packing import LoaderState
 from mmtrain.data.questions import Answer, Decoding, Key
@@ -55,18 +56,17 @@ class ReplicaData:
         dealer: Dealer | None = None,
     ) -> None:
         self._config, self._mesh, self._assigner, self._dealer = config, mesh, assigner, dealer
-        readers: dict[str, set[int]] = {}
+        of_text, of_more = set[int](), set[int]()
         for module in spec.modules:
-            stages, kind = (
-                partition.of_module(module.name),
-                modality_of(module, Submesh.of(config).attention_mask),
-            )
-            readers[module.name] = {stages[index].pp_rank for index in kind.readers(module)} - {0}
-        self._takers = tuple(sorted(set().union(*readers.values())))
+            kind, stages = modality_of(module, Submesh.of(config).attention_mask), partition.of_module(module.name)
+            reads_text = module.name == spec.text.name or module.vocabulary is not None
+            (of_text if reads_text else of_more).update(stages[index].pp_rank for index in kind.readers(module))
+        self._takers = tuple(sorted((of_text | of_more) - {0}))
         """Pipeline ranks after the first that need tensors."""
-        self._text_alone = not any(ranks for name, ranks in readers.items() if name != spec.text.name)
+        self._text_alone = not of_more - {0}
         """Whether these need only token ids."""
         self._loader: Loader | None = None
+        self._prompts: ClipPrompts | None = None
 
     def item(self, batch: Batch, meta: IterationMeta) -> Item:
         """A batch that every rank has as an item of this one."""
@@ -106,6 +106,22 @@ class ReplicaData:
                 decoding.append(tokens)
         return opened[0].answers() if self._mesh.rank == 0 else ()
 
+    def prompts(self) -> ClipPrompts:
+        """The clips that a validation samples. Collective over the replica."""
+        if self._prompts is None:
+            message: ClipPrompts | MMTrainError | None = None
+            if self._mesh.is_leader:
+                try:
+                    message = held_out_prompts(self._config)
+                except MMTrainError as error:
+                    message = error
+            message = self._mesh.broadcast_object(message)
+            if isinstance(message, MMTrainError):
+                raise message
+            self._prompts = message
+        assert self._prompts is not None
+        return self._prompts
+
     def close(self) -> None:
         """Ends the processes that read training data."""
         if self._loader is not None:
@@ -122,6 +138,7 @@ class ReplicaData:
             state=state,
             shuffle=False if validating else None,
             num_steps=num_steps,
+            epochs=None if validating else self._config.training.passes,
             num_workers=0 if validating else None,
             assigner=None if validating else self._assigner,
             dealer=None if validating else self._dealer,

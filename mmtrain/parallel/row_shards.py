@@ -2,7 +2,7 @@
 parallelism, arXiv:2205.05198, section 4.2.2), or nothing (arXiv:1909.08053).
 
 Legend: tp ranks; R rows, all of a cp rank, or of a clip; r = R / tp rows of one rank, rounded up; D columns. Tensors
-are [..., rows, columns], where the dimensions before the rows are 1. Every collective here is over tp.
+are [..., rows, columns]; dimensions before the rows are those of a batch. Every collective here is over tp.
 """
 
 from collections.abc import Callable
@@ -137,9 +137,9 @@ def _own(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[r, D] of each rank -> [R, D] on all."""
-    out = x.new_empty(*x.shape[:-2], x.shape[-2] * dist.get_world_size(group), x.shape[-1])
-    passes.exchange(all_gather(out.flatten(), x.flatten(), group=group, async_op=True))
-    return out
+    parts = x.new_empty(dist.get_world_size(group), *x.shape)
+    passes.exchange(all_gather(parts.flatten(), x.flatten(), group=group, async_op=True))
+    return parts.movedim(0, -3).flatten(-3, -2)  # a copy only of a batch
 
 
 def _own_columns(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -156,8 +156,9 @@ def _gather_columns(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _sum_own(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Summands [R, D] -> [r, D] of the sum."""
-    out = x.new_empty(*x.shape[:-2], x.shape[-2] // dist.get_world_size(group), x.shape[-1])
-    passes.exchange(reduce_scatter(out.flatten(), x.flatten(), group=group, async_op=True), scatters=True)
+    parts = x.unflatten(-2, (dist.get_world_size(group), -1)).movedim(-3, 0)  # of each rank together
+    out = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
+    passes.exchange(reduce_scatter(out.flatten(), parts.flatten(), group=group, async_op=True), scatters=True)
     return out
 
 

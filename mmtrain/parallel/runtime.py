@@ -6,10 +6,10 @@ makes a profiler range, its name and a context for every action. Chain topology,
 checks are replaced by the work graph: works are identified by their index, transfers by their edge, losses by work.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,9 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmtrain.errors import PlanError
+from mmtrain.parallel.action_clock import ActionClock, Times
 from mmtrain.parallel.bound_actions import BoundAction, in_turns, split_works
+from mmtrain.parallel.instructions import Functions, Instructions
 from mmtrain.parallel.passes import Block, filled
-from mmtrain.parallel.stage import ModalityStage, ShapeOf
+from mmtrain.parallel.stage import KeyOf, ModalityStage, ShapeOf
 from mmtrain.parallel.torch_private import TorchScheduleRuntime, profiling, reduce_grads, wait_unsharded
 from mmtrain.schedule.action import BACKWARD, BRAID, COMPUTE, KINDS, NOT_COMPUTE, STAGE_WIDE, WAITS, Action, Kind
 from mmtrain.schedule.graph import WorkGraph
@@ -34,7 +36,7 @@ Feed = Callable[[int, int], tuple[tuple[Any, ...], dict[str, Any]]]
 """(stage, work) -> positional and keyword arguments of the chunk's forward, before its received inputs."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StepOutcome:
     """What one run of a program left on this rank."""
 
@@ -44,10 +46,23 @@ class StepOutcome:
     """work -> predicted token of each labelled position, if the feed asked for them."""
     position_losses: dict[int, Tensor] = field(default_factory=dict)
     """work -> [L] loss of each labelled position of this rank, detached; of a job that reports losses by source."""
-    rows: tuple[tuple[Action, float, float], ...] = ()
-    """(action, start, end) of every compute action, seconds on this host's monotonic clock (unless `use_clock`)."""
-    span: tuple[float, float] = (0.0, 0.0)
-    """Start and end of the program on this rank, same clock."""
+    times: Callable[[], Times] = lambda: ((), (0.0, 0.0))
+    """Reads the clock; waits for the device until the program has ended."""
+
+    @cached_property
+    def _times(self) -> Times:
+        return self.times()
+
+    @property
+    def rows(self) -> tuple[tuple[Action, float, float], ...]:
+        """(action, start, end) of every compute action and instruction, seconds on this host's monotonic clock (unless
+        `use_clock`). Waits for the device, so read it when the step has."""
+        return self._times[0]
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """Start and end of the program on this rank, same clock. Waits as `rows`."""
+        return self._times[1]
 
 
 class PipelineScheduleRuntime(TorchScheduleRuntime):
@@ -63,10 +78,11 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         self._calls: list[tuple[Handler, BoundAction]] = []
         self._pending: dict[Transfer, tuple[dist.Work, Tensor]] = {}
         self._sent: dict[Transfer, tuple[dist.Work, Tensor]] = {}
-        self._clock = _Clock(stages[0].device)
+        self._clock = ActionClock(stages[0].device)
         self._losses: dict[int, Tensor] = {}
         self._predictions: dict[int, Tensor] = {}
         self._position_losses: dict[int, Tensor] = {}
+        self._instructions: Instructions | None = None
         self._running: Action | None = None
         self._awaited: Transfer | None = None
         self._block = Block(stages[0].device)
@@ -90,17 +106,25 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         # A wait is part of the compute action that it stands before.
         assert set(self._handlers) == set(KINDS) - WAITS | {BRAID}, "a kind of action has no handler"
 
-    def load(self, program: Program, shape_of: ShapeOf) -> None:
+    def load(
+        self,
+        program: Program,
+        shape_of: ShapeOf,
+        functions: Functions = MappingProxyType({}),
+        key_of: KeyOf | None = None,
+    ) -> None:
         """Makes `program` the one that `step` runs.
 
+        Args: functions: of its instructions. key_of: of the dropout of each work; None: nothing is dropped.
         Raises: PlanError: a wait is at the wrong position, a transfer has no edge, a backward is not B, or I and then
             W, a block is not of two passes that the runtime can run in turns, or the name of a memory option is not one
-            for its stage.
+            for its stage, or an instruction has no function.
         """
         graph, actions = program.graph, program.actions[self.rank]
         moved = transfers(program, self.rank)
         arrivals = releases(program, self.rank, moved)
         strategies = self._strategies(program)
+        instructions = Instructions(graph, functions)
         calls: list[tuple[Handler, BoundAction]] = []
         computes: list[tuple[int, BoundAction]] = []
         waits: list[tuple[Transfer, tuple[Transfer, ...]]] = []
@@ -109,13 +133,16 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
             if kind in WAITS:
                 waits.append((moved[index], arrivals.get(index, ())))
                 continue
-            if waits and kind in NOT_COMPUTE:
+            if waits and (kind in NOT_COMPUTE or kind not in self._handlers):
                 raise PlanError(
                     f"rank {self.rank}, step {index}, action {action}: a wait must stand right before the compute "
                     f"action that needs it, but {actions[index - 1]} stands before this one"
                 )
             if kind not in self._handlers:
-                raise PlanError(f"rank {self.rank}, step {index}: no handler runs {action}; plan without instructions")
+                bound = self._bind(action, graph)
+                instructions.bind(bound, f"rank {self.rank}, step {index}")
+                calls.append((self._instruct, bound))
+                continue
             bound = BoundAction(action, self._by_index[action.stage])
             if kind not in NOT_COMPUTE:
                 bound.waits = tuple(waits)
@@ -131,9 +158,9 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         if waits:
             raise PlanError(f"rank {self.rank}: {actions[-1]} is the last action, but nothing needs what it waits for")
         split = split_works(computes, self.rank)
-        self._calls = calls
+        self._calls, self._instructions = calls, instructions
         for index, stage in self._by_index.items():
-            stage.start_step(graph, shape_of, split.get(index, ()), strategies.get(index, {}))
+            stage.start_step(graph, shape_of, split.get(index, ()), strategies.get(index, {}), key_of)
 
     def _bind(self, action: Action, graph: WorkGraph) -> BoundAction:
         """A pass with its work, and where its result goes."""
@@ -175,7 +202,7 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         Raises: PlanError: a tensor was made and never used.
         """
         self._feed = feed
-        self._loss_grad = torch.tensor(loss_grad, device=self._stages[0].device)
+        self._loss_grad = torch.full((), loss_grad, device=self._stages[0].device)  # no copy that the host waits for
         self._losses, self._predictions, self._position_losses, self._awaited = {}, {}, {}, None
         self._clock.start()
         try:
@@ -189,7 +216,7 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
             work.wait()
         self._running = None
         self._sent.clear()
-        rows, span = self._clock.stop()
+        times = self._clock.stop()
         leftovers = [text for stage in self._by_index.values() for text in stage.leftovers()]
         leftovers += [f"transfer of {edge} started and never waited for" for edge, _ in self._pending]
         leftovers += [f"stage {index}: parameters gathered" for index in self.unshard_ops]
@@ -199,8 +226,7 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
             losses=self._losses,
             predictions=self._predictions,
             position_losses=self._position_losses,
-            rows=rows,
-            span=span,
+            times=times,
         )
 
     @property
@@ -264,12 +290,14 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
                     stage.grad_inbox[edge] = part.stage.grad_outbox.pop(edge)
 
     def _forward(self, bound: BoundAction) -> Pass:
-        assert self._feed is not None
+        assert self._feed is not None and self._instructions is not None
+        instructions = self._instructions
         stage, work = bound.stage, bound.work
         args, kwargs = self._feed(stage.stage_index, work)
 
         def run() -> None:
             output = stage.forward_one_chunk(work, args, kwargs)
+            instructions.keep(stage.stage_index, work, output)
             if bound.makes_loss:
                 self._losses[work] = output.loss_sum.detach()
                 if output.predictions is not None:
@@ -286,6 +314,13 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
 
     def _backward_weight(self, bound: BoundAction) -> Pass:
         return partial(bound.stage.backward_weight, bound.work)
+
+    def _instruct(self, bound: BoundAction) -> None:
+        """Calls the function of an instruction."""
+        assert self._instructions is not None
+        start = self._clock.now()
+        self._instructions.run(bound)
+        self._clock.record(bound.action, start)
 
     def _ready(self, bound: BoundAction) -> None:
         """Waits for the parameters and the received inputs of an action."""
@@ -321,7 +356,8 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
 
     def _reduce(self, bound: BoundAction) -> None:
         self._finish_unshard(bound.stage)
-        reduce_grads(bound.stage)
+        if bound.stage.reduces:
+            reduce_grads(bound.stage)
         self._reduced(bound.stage.stage_index)
 
     def _reshard(self, bound: BoundAction) -> None:
@@ -335,44 +371,3 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         if stage.stage_index in self.unshard_ops:
             self._assert_unsharded(stage)
             wait_unsharded(stage.fsdp_modules)
-
-
-class _Clock:
-    """Start and end of each compute action: the host's clock on a CPU, device events elsewhere."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.host: Callable[[], float] = time.perf_counter
-        self.now: Callable[[], Any] = self.host
-        """The present moment: seconds, or an event."""
-        self._device = device
-        self._rows: list[tuple[Action, Any, Any]] = []
-        self._start = 0.0
-        self._zero: Any = None
-
-    def start(self) -> None:
-        self._rows = []
-        self._start = self.host()
-        self.now = self.host
-        if self._device.type != "cpu":
-            self.now = self._event
-            self._zero = self._event()
-
-    def record(self, action: Action, start: Any) -> None:
-        """Notes that an action ends now."""
-        self._rows.append((action, start, self.now()))
-
-    def stop(self) -> tuple[tuple[tuple[Action, float, float], ...], tuple[float, float]]:
-        if self._device.type == "cpu":
-            return tuple(self._rows), (self._start, self.host())
-        last = self._event()
-        last.synchronize()
-
-        def seconds(event: Any) -> float:
-            return self._start + float(self._zero.elapsed_time(event)) / 1e3
-
-        return tuple((a, seconds(s), seconds(e)) for a, s, e in self._rows), (self._start, seconds(last))
-
-    def _event(self) -> Any:
-        event = torch.Event(self._device.type, enable_timing=True)
-        event.record()
-        return event

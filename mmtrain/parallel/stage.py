@@ -1,8 +1,9 @@
 """One stage on its rank: a chunk, and the activations and gradients that wait around it."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from mmtrain.config.sections import ActivationCheckpointConfig
 from mmtrain.errors import PlanError
+from mmtrain.models.adapter_layers import DropoutKeys
 from mmtrain.parallel import passes
 from mmtrain.parallel.activation_memory import ActivationMemory
 from mmtrain.parallel.mesh import Channels, Route
@@ -33,6 +35,9 @@ from mmtrain.spec.memory_strategies import StageMemory
 
 ShapeOf = Callable[[int, int], tuple[int, ...]]
 """(stage, work) -> shape of the activation that the stage sends on for the work."""
+
+KeyOf = Callable[[int], int]
+"""Work -> the key of the masks of its dropout."""
 
 _NO_CONTEXT = nullcontext()
 
@@ -57,6 +62,15 @@ class Arriving(dist.Work):
         return True
 
 
+def _sum_popped(box: dict[Edge, Tensor], edges: Sequence[Edge]) -> Tensor:
+    """The sum of the tensors of some edges, taken out one after the other; a single one itself."""
+    total = box.pop(edges[0])
+    for number, edge in enumerate(edges[1:]):
+        # Not into the first one: its producer, or another edge, may have it, too.
+        total = total.add_(box.pop(edge)) if number else total + box.pop(edge)
+    return total
+
+
 class ModalityStage(PipelineStage):
     """torch's stage, with boxes keyed by edges of the work graph instead of neighbours and chunk ids.
 
@@ -77,14 +91,22 @@ class ModalityStage(PipelineStage):
         memory: ActivationMemory | None = None,
         *,
         divided: bool = False,
+        output_dtypes: Mapping[int, torch.dtype] = MappingProxyType({}),
+        reduces: bool = True,
     ) -> None:
         """Args:
+        dtype: of activations.
         memory: the switch of the chunk's blocks; None: it has none.
         divided: the layers of the chunk exchange activations with the other ranks of tensor parallelism.
+        output_dtypes: stage -> dtype of its outputs, where it is another one.
+        reduces: whether REDUCE of this stage reduces the gradients of its chunk, and not that of a stage before it with
+            the same chunk.
         """
         super().__init__(chunk, stage_index, num_stages, device, group=group)
         self.channels = channels
         self.dtype = dtype
+        self.output_dtypes = output_dtypes
+        self.reduces = reduces
         self.graph: WorkGraph | None = None
         self.shape_of: ShapeOf | None = None
         self.split: frozenset[int] = frozenset()
@@ -93,9 +115,14 @@ class ModalityStage(PipelineStage):
         self.strategies: dict[int, StageMemory] = {}
         """work -> how the blocks treat its activations; absent: the default of the switch."""
         self.weight_grads = WeightGrads(chunk)
+        self.dropout = DropoutKeys(chunk)
+        self.key_of: KeyOf | None = None
+        """The key of the dropout of a work; None: nothing is dropped."""
         self.divided = divided
         self.num_exchanges = 0
         """Of its last forward."""
+        self.sums: frozenset[str] = getattr(chunk, "sums", frozenset())
+        """Modules whose outputs, added up, are the chunk's input."""
         self.fsdp_modules: list[FSDPModule] = []
         """The parts of the chunk that FSDP2 shards, the root first; empty without FSDP2."""
         self.stays_gathered = False
@@ -110,13 +137,16 @@ class ModalityStage(PipelineStage):
         shape_of: ShapeOf,
         split: Collection[int] = (),
         strategies: Mapping[int, StageMemory] | None = None,
+        key_of: KeyOf | None = None,
     ) -> None:
         """Takes the works and activation shapes of the next program.
 
         Args:
             split: works with I and W instead of B.
             strategies: work -> how the blocks treat its activations.
+            key_of: work -> the key of the dropout of adapters; None: nothing is dropped.
         """
+        self.key_of = key_of
         self.graph, self.shape_of, self.split = graph, shape_of, frozenset(split)
         self.strategies = dict(strategies or {})
         self.has_backward = True
@@ -137,8 +167,8 @@ class ModalityStage(PipelineStage):
         """Gradients of outputs that wait for their backward."""
         self.grad_outbox: dict[Edge, Tensor] = {}
         """Gradients of inputs that wait to be sent."""
-        self.saved: dict[int, tuple[Any, list[tuple[Edge, Tensor]]]] = {}
-        """work -> (where its backward starts, the inputs that get a gradient)."""
+        self.saved: dict[int, tuple[Any, list[tuple[list[Edge], Tensor]]]] = {}
+        """work -> (where its backward starts, the inputs that get a gradient, and for which edges)."""
         self.weight_grads.clear()
         self.memory.clear()
 
@@ -166,24 +196,36 @@ class ModalityStage(PipelineStage):
     ) -> Any:
         """The chunk's output for one work; its inputs come from the inbox, after `args`.
 
-        Raises: PlanError: the output has not the shape that the receiver expects.
+        Inputs that the chunk adds up (`Chunk.sums`) are one input, as that of the stage before would be, and one tensor
+        until the backward.
+
+        Raises: PlanError: the output has not the shape or dtype that the receiver expects.
         """
         assert self.graph is not None and self.shape_of is not None
         graph, stage, work = self.graph, self.stage_index, fwd_chunk_id
+        edges = graph.inputs(stage, work)
+        summed = [edge for edge in edges if self.sums and self._module_name(edge) in self.sums]
         own, others, leaves = [*args], [], []
-        for edge in graph.inputs(stage, work):
+        if summed:
+            wanting = [edge for edge in summed if edge.grad]
+            own.append(_sum_popped(self.inbox, summed).requires_grad_(bool(wanting)))
+            leaves += [(wanting, own[-1])] if wanting else []
+        for edge in edges:
+            if edge in summed:
+                continue
             activation = self.inbox.pop(edge).requires_grad_(edge.grad)
             if edge.work == work:
                 own.append(activation)
             else:
                 others.append((edge, activation))
             if edge.grad:
-                leaves.append((edge, activation))
+                leaves.append(([edge], activation))
         backward = graph.has_backward(stage, work)
         before = passes.num_exchanges()
         self.memory.offloader.settle()
         strategy = self.memory.of(self.strategies.get(work), work) if backward else _NO_CONTEXT
-        with torch.set_grad_enabled(backward), self._deferring(work) if backward else _NO_CONTEXT, strategy:
+        deferring = self._deferring(work) if backward else _NO_CONTEXT
+        with torch.set_grad_enabled(backward), deferring, strategy, self._dropping(work):
             if own and others:  # features of other modules join the stage's own input
                 output = self.submod(*own, features=self._features(others), **(kwargs or {}))
             else:
@@ -191,10 +233,11 @@ class ModalityStage(PipelineStage):
         self.num_exchanges = passes.num_exchanges() - before
         consumers = graph.outputs(stage, work)
         root = output if isinstance(output, Tensor) else output.loss_sum
-        if consumers and tuple(root.shape) != self.shape_of(stage, work):
+        made, planned = (tuple(root.shape), root.dtype), (self.shape_of(stage, work), self._output_dtype(stage))
+        if consumers and made != planned:
             raise PlanError(
-                f"stage {stage}, work {work}: the chunk made an activation of shape {tuple(root.shape)}, but the "
-                f"plan's metadata says {self.shape_of(stage, work)}; the model's spec and module disagree"
+                f"stage {stage}, work {work}: the chunk made an activation of shape {made[0]} and {made[1]}, but the "
+                f"plan's metadata says {planned[0]} and {planned[1]}; the model's spec and module disagree"
             )
         if backward:
             if not root.numel():  # no image on this rank: no trainable layer took part
@@ -210,9 +253,17 @@ class ModalityStage(PipelineStage):
         assert self.graph is not None
         parts_of: dict[str, list[Tensor]] = {}
         for edge, tensor in inputs:
-            parts_of.setdefault(self.graph.modules[self.graph.works[edge.work].module].name, []).append(tensor)
+            parts_of.setdefault(self._module_name(edge), []).append(tensor)
         joined = {name: parts[0] if len(parts) == 1 else torch.cat(parts) for name, parts in parts_of.items()}
         return joined if len(joined) > 1 else next(iter(joined.values()))
+
+    def _module_name(self, edge: Edge) -> str:
+        """The module whose output an edge carries."""
+        assert self.graph is not None
+        return self.graph.modules[self.graph.works[edge.work].module].name
+
+    def _output_dtype(self, stage: int) -> torch.dtype:
+        return self.output_dtypes.get(stage, self.dtype)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
@@ -230,19 +281,19 @@ class ModalityStage(PipelineStage):
         assert self.graph is not None
         start, leaves = self.saved.pop(bwd_chunk_id)
         edges = [e for e in self.graph.outputs(self.stage_index, bwd_chunk_id) if e.grad]
-        grads = [self.grad_inbox.pop(edge) for edge in edges]
-        grad = loss if not grads else grads[0] if len(grads) == 1 else torch.stack(grads).sum(0)
+        grad = _sum_popped(self.grad_inbox, edges) if edges else loss
         self.memory.prefetch(bwd_chunk_id)  # before the others settle: its last block may not have left yet
         self.memory.offloader.settle()
         filled = full_backward and self.hides_exchanges
-        with self._deferring(bwd_chunk_id), passes.filled(self.some_weights(bwd_chunk_id)) if filled else _NO_CONTEXT:
+        filling = passes.filled(self.some_weights(bwd_chunk_id)) if filled else _NO_CONTEXT
+        with self._deferring(bwd_chunk_id), self._dropping(bwd_chunk_id), filling:
             torch.autograd.backward(start, grad)
         if filled:
             self.backward_weight(bwd_chunk_id)
         self.memory.finish(bwd_chunk_id)
-        for edge, leaf in leaves:
+        for edges, leaf in leaves:
             # An input that the loss does not depend on: its producer expects a gradient of zero.
-            self.grad_outbox[edge] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            self.grad_outbox |= dict.fromkeys(edges, torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
             leaf.grad = None
 
     def prefetch(self, work: int) -> None:
@@ -277,14 +328,17 @@ class ModalityStage(PipelineStage):
     def _deferring(self, work: int) -> AbstractContextManager[None]:
         return self.weight_grads.deferred(work) if self.hides_exchanges or work in self.split else _NO_CONTEXT
 
+    def _dropping(self, work: int) -> AbstractContextManager[None]:
+        return self.dropout.of(self.key_of(work)) if self.key_of is not None else _NO_CONTEXT
+
     @property
     def pass_state(self) -> Any:
         """What belongs to the pass that runs, where two passes take turns."""
-        return self.weight_grads.open, self.memory.now, fsdp_pass(self.fsdp_modules)
+        return self.weight_grads.open, self.dropout.now, self.memory.now, fsdp_pass(self.fsdp_modules)
 
     @pass_state.setter
     def pass_state(self, state: Any) -> None:
-        self.weight_grads.open, self.memory.now, in_hooks = state
+        self.weight_grads.open, self.dropout.now, self.memory.now, in_hooks = state
         set_fsdp_pass(self.fsdp_modules, in_hooks)
 
     # ----------------------------------------------------------------------------------- transfers
@@ -309,7 +363,7 @@ class ModalityStage(PipelineStage):
         """Starts to receive an input (or the gradient of an output) into memory of the planned shape."""
         assert self.shape_of is not None
         shape = self.shape_of(edge.source, edge.work)
-        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
+        tensor = torch.empty(shape, dtype=self._output_dtype(edge.source), device=self.device)
         if not tensor.numel():
             return _NothingSent(), tensor
         group, peer = self._route(edge, forward)

@@ -21,11 +21,14 @@ from mmtrain.families.catalogue import PROJECTORS, TABLES
 from mmtrain.families.tensor_table import Style, TensorTable
 from mmtrain.models.chunk import Chunk, LanguageChunk, VisionChunk
 from mmtrain.models.dit import DitChunk
+from mmtrain.models.vocabulary import HEAD, VocabularyPart
 from mmtrain.parallel.row_shards import RowShards, WholeRowShards
 from mmtrain.parallel.tensor_styles import Divided, MovedTable, make_styles
-from mmtrain.parallel.vocabulary import VocabularyShards
+from mmtrain.parallel.vocabulary import VocabularyShards, combining
 
-_Divisible = LanguageChunk | VisionChunk | DitChunk
+_HEAD = HEAD.removesuffix(".weight")
+
+_Divisible = LanguageChunk | VisionChunk | DitChunk | VocabularyPart
 
 
 def apply_tensor_parallel(chunk: Chunk, mesh: DeviceMesh, *, whole_rows: bool = False) -> None:
@@ -65,6 +68,8 @@ def apply_tensor_parallel(chunk: Chunk, mesh: DeviceMesh, *, whole_rows: bool = 
     chunk.row_sharding = rows
     if isinstance(chunk, LanguageChunk):
         chunk.vocabulary = VocabularyShards(mesh.get_group())
+    if isinstance(chunk, VocabularyPart):
+        chunk.combine, chunk.tp_rank = combining(mesh.get_group()), mesh.get_local_rank()
 
 
 def finish_gradients(parameters: Iterable[nn.Parameter]) -> None:
@@ -81,7 +86,11 @@ def finish_gradients(parameters: Iterable[nn.Parameter]) -> None:
 def _entries(chunk: _Divisible, table: TensorTable) -> Iterator[tuple[str, Style]]:
     """(name of a module or parameter, style) for the layers that this chunk has."""
     tables = [table.embed] if chunk.has_embed else []
-    if chunk.has_norm:
+    if isinstance(chunk, VocabularyPart):
+        tables += [{_HEAD: table.norm[_HEAD]}] if chunk.has_head else []
+    elif isinstance(chunk, LanguageChunk) and chunk.chooses_rows:
+        tables.append({name: style for name, style in table.norm.items() if name != _HEAD})
+    elif chunk.has_norm:
         tables.append(table.states if isinstance(chunk, LanguageChunk) and not chunk.has_head else table.norm)
     if isinstance(chunk, VisionChunk) and chunk.has_projector:
         tables.append(PROJECTORS[chunk.projector_kind].table or table.merger)

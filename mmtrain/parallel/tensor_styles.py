@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from mmtrain.families.tensor_table import Style
+from mmtrain.models.adapter_layers import AdapterDropout, lengthened, product_of, row_growth, squared_lengths
+from mmtrain.parallel.grads import local_part
 from mmtrain.parallel.row_shards import RowShards
 from mmtrain.parallel.vocabulary import VocabularyEmbedding
 from mmtrain.parallel.weight_grads import linear
@@ -93,6 +95,61 @@ class DividedLinear(DividedModule):
             return x + bias if later and bias is not None else x
 
         return forward
+
+
+class DividedMagnitude(DividedModule):
+    """The lengths of the rows of an adapted weight (DoRA), of which this rank has rows or columns."""
+
+    def __init__(
+        self,
+        divided: Divided,
+        placements: Mapping[str, Placement],
+        *,
+        sum_columns: Exchange | None = None,
+        join_rows: Exchange | None = None,
+        before: Exchange | None = None,
+        after: Exchange | None = None,
+        partial: bool = False,
+    ) -> None:
+        """Args:
+        sum_columns: sums [1, E] over the ranks, which have columns of the weight; None: each has all columns.
+        join_rows: [1, E / tp] of this rank's rows -> [1, E] of all; None: it needs its own alone.
+        before, after: the exchanges of the base layer, for its product with dropped inputs.
+        """
+        super().__init__(divided, placements, partial=partial)
+        self._sum_columns, self._join_rows = sum_columns, join_rows
+        self._before, self._after = before, after
+
+    def _forward(self, module: nn.Module) -> Callable[..., Tensor]:
+        def forward(
+            x: Tensor,
+            *,
+            lora_A: nn.Module,
+            lora_B: nn.Module,
+            scaling: float,
+            base_layer: nn.Module,
+            base_result: Tensor | None = None,
+            adapter_name: str = "",
+        ) -> Tensor:
+            magnitude = self._local(module, "weight")
+            weight, down, up = (local_part(layer.weight) for layer in (base_layer, lora_A, lora_B))  # type: ignore[arg-type]
+            squares = squared_lengths(weight, down, up, scaling)
+            bias = None if base_layer.bias is None else local_part(base_layer.bias)  # type: ignore[arg-type]
+            if self._sum_columns is not None:
+                squares = self._sum_columns(squares[None])[0]
+            if self._join_rows is not None:
+                squares = self._join_rows(squares[None])[0]
+                bias = None if bias is None else self._join_rows(bias[None])[0]
+            growth = row_growth(magnitude, squares)
+            product = product_of(base_result, bias, lambda: self._product(x, weight))
+            return lengthened(product, lora_B(lora_A(x)) * scaling, growth)
+
+        return forward
+
+    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The product of the base layer alone."""
+        product = nn.functional.linear(x if self._before is None else self._before(x), weight)
+        return product if self._after is None else self._after(product)
 
 
 class DividedNorm(DividedModule):
@@ -227,14 +284,16 @@ def make_styles(
         yield "", DividedColumnNorm(divided, sum_squares=rows.sum_for_parts)
     elif style == "gathered":
         yield "", GatheredInputs(rows)
-    elif style == "columns_gather":
-        yield base, DividedLinear(divided, by_output, before=rows.use_for_parts, after=rows.gather_columns)
-    elif style in ("columns", "columns_whole"):
-        before = rows.use_for_parts if style == "columns_whole" else None
-        yield base, DividedLinear(divided, by_output, before=before)
+    elif style in ("columns", "columns_whole", "columns_gather"):
+        before = None if style == "columns" else rows.use_for_parts
+        after = rows.gather_columns if style == "columns_gather" else None
+        yield base, DividedLinear(divided, by_output, before=before, after=after)
         for name in _adapters(module):
             yield f".lora_A.{name}", DividedLinear(divided, whole, before=before, partial=True)
-            yield f".lora_B.{name}", DividedLinear(divided, by_output)
+            yield f".lora_B.{name}", DividedLinear(divided, by_output, after=after)
+        # Each rank has the lengths of the rows that it computes, or of all rows if it gathers the columns.
+        lengths = by_output if after is None else whole
+        yield from _dora(module, divided, lengths, join_rows=after, before=before, after=after)
     else:
         assert style in ("rows", "rows_whole"), style
         after, partial = (rows.sum, False) if style == "rows_whole" else (rows.sum_shard, own_rows)
@@ -243,6 +302,20 @@ def make_styles(
         for name in _adapters(module):
             yield f".lora_A.{name}", DividedLinear(divided, by_input, after=after, partial=partial)
             yield f".lora_B.{name}", DividedLinear(divided, whole, partial=partial)
+            if isinstance(dropout := module.lora_dropout[name], AdapterDropout):  # of its part of the columns
+                dropout.part = mesh.get_local_rank(), mesh.size()
+        yield from _dora(module, divided, whole, sum_columns=rows.sum, after=after, partial=partial)
+
+
+def _dora(
+    module: nn.Module,
+    divided: Divided,
+    placements: Mapping[str, Placement],
+    **settings: Any,
+) -> Iterator[tuple[str, ParallelStyle]]:
+    """That of the lengths of a layer's rows, if it has them. Args: settings: of `DividedMagnitude`."""
+    for name in getattr(module, "lora_magnitude_vector", None) or ():
+        yield f".lora_magnitude_vector.{name}", DividedMagnitude(divided, placements, **settings)
 
 
 def _adapters(module: nn.Module) -> list[Any]:

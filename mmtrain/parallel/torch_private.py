@@ -4,7 +4,8 @@
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -17,18 +18,24 @@ from torch._ops import OpOverloadPacket as OperatorPacket
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import _len_torch_dispatch_stack, _pop_mode, _push_mode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
     "Operator",
     "OperatorPacket",
     "PipelineStage",
     "TorchScheduleRuntime",
+    "abort_device_groups",
+    "as_dtensor",
     "default_store",
     "dump_cuda_memory",
+    "end_all_groups",
     "end_groups",
+    "forget_meshes",
     "fsdp_modules",
     "fsdp_pass",
     "gathers_itself",
@@ -38,13 +45,16 @@ __all__ = [
     "prepare_fsdp",
     "process_groups",
     "profiling",
+    "raw_part",
     "reduce_grads",
     "scale_",
     "set_default_timeout",
     "set_fsdp_pass",
     "set_timeout",
     "settle_grads",
+    "tensor_like",
     "tree_leaves",
+    "tree_map_only",
     "wait_unsharded",
     "without_modes",
 ]
@@ -66,6 +76,12 @@ def without_modes() -> Iterator[None]:
 def default_store() -> dist.Store:
     """The store in which the ranks of the default process group met."""
     return dist.distributed_c10d._get_default_store()
+
+
+def tensor_like(cls: type[Any], part: torch.Tensor, shape: tuple[int, ...]) -> Any:
+    """A tensor of a subclass without memory. Args: part: whose dtype and device it has."""
+    make: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+    return make(cls, shape, dtype=part.dtype, device=part.device)
 
 
 def scale_(tensors: list[torch.Tensor], factor: float) -> None:
@@ -105,14 +121,52 @@ def group_of_one() -> dist.ProcessGroup:
     return dist.new_group([dist.get_rank()], backend="fake", use_local_synchronization=True)
 
 
-def end_groups(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Ends process groups, and forgets the device meshes that used them.
-
-    DTensor remembers what operations gave, with their meshes, and takes a new mesh for an old one of equal ranks.
-    """
+def forget_meshes() -> None:
+    """Forgets the device meshes that have ended: DTensor remembers what operations gave, with their meshes, and takes
+    a new mesh for an old one of equal ranks."""
     _clear_sharding_prop_cache()
+
+
+def end_groups(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Ends process groups, and forgets the device meshes that used them."""
+    forget_meshes()
     for group in groups:
         dist.destroy_process_group(group)
+
+
+def abort_device_groups() -> None:
+    """Ends the collectives of accelerators that run or wait, from any thread: no other process has to take part."""
+    for group in process_groups():
+        with suppress(RuntimeError):  # a group of the CPU alone
+            group._get_backend(torch.device("cuda")).abort()
+
+
+def end_all_groups() -> None:
+    """Ends the default process group and all others, whose peers may be gone."""
+    forget_meshes()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def raw_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's memory of a tensor, without its gradient.
+
+    No operation of DTensor, which would remember the mesh of a layout that has ended, and give it to tensors of the
+    next one (see `end_groups`).
+    """
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def as_dtensor(part: torch.Tensor, like: DTensor) -> DTensor:
+    """A tensor of the shape and sharding of another one, which keeps the device and dtype of its part.
+
+    `DTensor.from_local` would move it to the device of the mesh, where offloaded parameters are not.
+    Args: part: of this rank.
+    """
+    meta = TensorMeta(like.shape, like.stride(), part.dtype)
+    spec: Any = replace(like._spec, tensor_meta=meta)
+    made: Any = DTensor
+    return made(part, spec, requires_grad=False)  # type: ignore[no-any-return]
 
 
 def fsdp_modules(module: nn.Module) -> list[FSDPModule]:

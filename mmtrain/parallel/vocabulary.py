@@ -4,14 +4,12 @@ Legend: T tokens; t those that a rank has between layers, T / tp or all; D width
 of them, those of this rank; L labelled positions. Every collective of the embedding is over tp.
 """
 
-from typing import Any
-
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmtrain.models.loss import Reduction
+from mmtrain.models.vocabulary import Combine, most_likely, scores
 from mmtrain.parallel.row_shards import RowShards
 
 
@@ -52,24 +50,20 @@ class VocabularyShards:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Args: group: the ranks that divide the vocabulary, in the order of their tokens."""
-        self._group, self._rank = group, dist.get_rank(group)
+        self._combine, self._rank = combining(group), dist.get_rank(group)
 
     def cross_entropy(self, logits_Lv: Tensor, targets_L: Tensor, reduction: Reduction) -> Tensor:
         """Float32: the cross-entropy of each position, [L], or its sum."""
-        losses_L: Tensor = _CrossEntropy.apply(logits_Lv, targets_L, self._first(logits_Lv), self._group)
+        found = scores(logits_Lv, targets_L, self._first(logits_Lv), self._combine)
+        losses_L = found.log_sum - found.target
         return losses_L if reduction == "none" else losses_L.sum()
 
     def most_likely(self, logits_Lv: Tensor) -> Tensor:
         """[L] int64: the most likely token of each position, the first of several; token 0 for scores that are not
         numbers."""
-        scores_Lv = logits_Lv.detach().float()
-        largest_L = _largest(scores_Lv, self._group)
-        index_L = scores_Lv.argmax(dim=-1)
-        has_L = scores_Lv.gather(1, index_L[:, None]).squeeze(1) == largest_L
-        none = torch.iinfo(torch.int64).max
-        index_L = (index_L + self._first(logits_Lv)).masked_fill(~has_L, none)
-        _all_reduce(index_L, dist.ReduceOp.MIN, self._group)
-        return index_L.masked_fill(index_L == none, 0)
+        largest_L = logits_Lv.detach().float().amax(dim=-1)
+        self._combine(largest_L, "max")
+        return most_likely(logits_Lv, largest_L, self._first(logits_Lv), self._combine)
 
     def _first(self, logits_Lv: Tensor) -> int:
         """The first token of this rank."""
@@ -77,36 +71,12 @@ class VocabularyShards:
         return first
 
 
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits_Lv: Tensor, targets_L: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
-        scores_Lv = logits_Lv.float()
-        largest_L = _largest(scores_Lv, group)
-        local_L = targets_L - first
-        mine_L = (local_L >= 0) & (local_L < logits_Lv.shape[-1])
-        local_L = local_L.masked_fill(~mine_L, 0)
-        target_L = scores_Lv.gather(1, local_L[:, None]).squeeze(1) - largest_L
-        # [2, L] partial -> [2, L]: the sum of the exponentials, and the score of the target from the rank that has it.
-        sums = torch.stack([(scores_Lv - largest_L[:, None]).exp_().sum(dim=-1), target_L.masked_fill(~mine_L, 0)])
-        _all_reduce(sums, dist.ReduceOp.SUM, group)
-        ctx.save_for_backward(logits_Lv, largest_L, sums[0], local_L, mine_L)
-        return sums[0].log() - sums[1]
+def combining(group: dist.ProcessGroup) -> Combine:
+    """Combines tensors over the ranks of a group."""
+    ops = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN}
 
-    @staticmethod
-    def backward(ctx: Any, grad_L: Tensor) -> tuple[Tensor, None, None, None]:
-        logits_Lv, largest_L, sum_L, local_L, mine_L = ctx.saved_tensors
-        grad_Lv = (logits_Lv.float() - largest_L[:, None]).exp_().div_(sum_L[:, None])
-        grad_Lv.scatter_add_(1, local_L[:, None], -mine_L[:, None].to(grad_Lv.dtype))
-        return grad_Lv.mul_(grad_L[:, None]).to(logits_Lv.dtype), None, None, None
+    def combine(x: Tensor, how: str) -> None:
+        if x.numel():  # the number of positions is equal on all ranks
+            dist.all_reduce(x, ops[how], group=group)
 
-
-def _largest(scores_Lv: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[L]: the largest score of each position over all tokens."""
-    largest_L = scores_Lv.amax(dim=-1)
-    _all_reduce(largest_L, dist.ReduceOp.MAX, group)
-    return largest_L
-
-
-def _all_reduce(x: Tensor, op: Any, group: dist.ProcessGroup) -> None:
-    if x.numel():  # the number of positions is equal on all ranks
-        dist.all_reduce(x, op, group=group)
+    return combine

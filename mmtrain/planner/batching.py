@@ -4,7 +4,7 @@ Source: DIP, arXiv:2504.14145, section 4: N images of a microbatch become ceil(N
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -81,7 +81,8 @@ def make_batching(
     The N images or clips of a microbatch become ceil(N / sub_microbatch_size) works of consecutive units; the split
     minimises the FLOPs of the largest work. The documents of a microbatch are one work. A work comes `after` the works
     of the modules that feed its module: after all of them with units of its microbatch, or, if both modules consume the
-    same units, after the one work with the same units.
+    same units, after the one work with the same units. A work of several microbatches (`ModuleSpec.microbatches`) has
+    all of their units, comes after all of their works, and belongs to the last of them.
 
     Images of deferred documents have works of their own, which are sub-microbatches of the microbatch before and come
     after its own images; so neither the forward nor the backward of those waits for the other microbatch.
@@ -119,16 +120,35 @@ def make_batching(
             for item, (kind, weigh, size) in weights.items()
         }
         for module_index, module in enumerate(spec.modules):
-            kind = kinds[module.name]
-            for sub, (deferred, units) in enumerate(groups[kind.item]):
+            kind, together = kinds[module.name], _together(module, index, len(meta.microbatches))
+            own = groups[kind.item]
+            if len(together) != 1:
+                own = [(0, _units(kind, meta, together))] if together else []
+            for sub, (deferred, units) in enumerate(own):
                 of_owner = numbers.setdefault((index + deferred, module.name), [])
-                feeds = {name: (kinds[name], numbers.get((index + deferred, name), [])) for name in module.after}
+                owners = [owner + deferred for owner in together]
+                feeds = {
+                    name: (kinds[name], [w for owner in owners for w in numbers.get((owner, name), [])])
+                    for name in module.after
+                }
                 after = _feeding(len(of_owner), kind, feeds)
                 of_owner.append(len(items))
                 work = Work(module=module_index, microbatch=index, sub_microbatch=sub, after=after)
                 size = kind.size(module, units)
                 items.append(WorkItem(work=work, units=units, size=size, deferred=bool(deferred)))
     return Batching(spec=spec, items=tuple(items), attention_mask=attention_mask)
+
+
+def _together(module: ModuleSpec, index: int, num_microbatches: int) -> range:
+    """The microbatches whose content the works of a microbatch have in a module; empty: it has no work there."""
+    size = module.microbatches or num_microbatches
+    first, end = index // size * size, index + 1
+    return range(first, end) if end % size == 0 or end == num_microbatches else range(0)
+
+
+def _units(kind: Modality, meta: IterationMeta, microbatches: Iterable[int]) -> Units:
+    """The units of some microbatches."""
+    return tuple(unit for index in microbatches for unit in kind.units(meta.microbatches[index]))
 
 
 def _kept(kind: Modality, microbatch: MicrobatchMeta) -> Units:
@@ -151,17 +171,14 @@ def _feeding(sub: int, kind: Modality, feeds: Mapping[str, tuple[Modality, list[
 
 def _check_content(index: int, microbatch: MicrobatchMeta, kinds: Mapping[str, Modality]) -> None:
     """Checks that each unit of a microbatch is consumed, and that it has the units that modules require."""
-    consumed = {kind.item: kind for kind in kinds.values()}
+    taken = {id(unit) for kind in kinds.values() for unit in kind.units(microbatch)}
     for kind in (make("causal", "") for make in MODALITIES.values()):
-        units = kind.units(microbatch)
-        same = [other for other in consumed.values() if other.item == kind.item or type(other) is type(kind)]
-        if len(units) > sum(len(other.units(microbatch)) for other in same):
-            taken = {unit for other in same for unit in other.units(microbatch)}
-            units = tuple(unit for unit in units if unit not in taken)
+        left = [unit for unit in kind.units(microbatch) if id(unit) not in taken]
+        if left:
             raise DataError(
-                f"microbatch {index} has {len(units)} {kind.item}s, the first {units[0].name}, but {kind.remedy}"
+                f"microbatch {index} has {len(left)} {kind.item}s, the first {left[0].name}, but {kind.remedy}"
             )
-    for kind in consumed.values():
+    for kind in kinds.values():
         if kind.required and not kind.units(microbatch):
             raise DataError(f"microbatch {index} has no {kind.item}; every microbatch needs one")
 
@@ -184,11 +201,12 @@ def check_conservation(meta: IterationMeta, batching: Batching) -> None:
         for module in batching.spec.modules:
             kind, works = kinds[module.name], numbers.get((index, module.name), [])
             used = tuple(unit for w in works for unit in batching.items[w].units)
-            owned = kind.units(microbatch)
+            together = _together(module, index, len(meta.microbatches))
+            owned = _units(kind, meta, together)
             if owned != used:
                 _refuse(index, kind, owned, used)
             early = tuple(unit for w in works if batching.items[w].deferred for unit in batching.items[w].units)
-            if early != kind.deferred(microbatch):
+            if early != (kind.deferred(microbatch) if together else ()):
                 raise DataError(
                     f"microbatch {index} defers {len(kind.deferred(microbatch))} {kind.item}s, but {len(early)} of its "
                     f"{kind.item}s are in {kind.works} works of the microbatch before; put exactly the deferred ones "
@@ -203,7 +221,10 @@ def check_conservation(meta: IterationMeta, batching: Batching) -> None:
                         f"microbatch {index} has {count} {what}, but its {kind.works} works process {paid[what]}; each "
                         "must be processed exactly once"
                     )
-            feeds = {name: (kinds[name], numbers.get((index, name), [])) for name in module.after}
+            feeds = {
+                name: (kinds[name], [w for owner in together for w in numbers.get((owner, name), [])])
+                for name in module.after
+            }
             for sub, w in enumerate(works):
                 feeding = _feeding(sub, kind, feeds)
                 if batching.items[w].work.after != feeding:

@@ -1,4 +1,4 @@
-"""A lower bound on the makespan of every plan of a problem."""
+"""A lower bound on the makespan of every plan of a problem, without its memory limits."""
 
 import heapq
 from collections.abc import Iterable
@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.graph import Edge
 from mmtrain.schedule.items import Result
+from mmtrain.schedule.passes.instruct import without_instructions
 from mmtrain.schedule.problem import PlanningProblem
 
 
@@ -14,12 +15,18 @@ def lower_bound_s(problem: PlanningProblem, *, split: bool = True) -> float:
 
     It is the largest makespan over the ranks of Jackson's preemptive schedule of a rank's actions. Each action has a
     head (the longest chain of dependencies before it) and a tail (the longest chain after it), may be interrupted, and
-    takes the time of its fastest option.
+    takes the time of its fastest option. Instructions count as if they took no time.
 
     Args: split: the bound also holds for plans with split backwards, in which no action waits for a W; False: it holds
         for plans with whole backwards only.
     Source: one-machine bound with heads and tails, Carlier 1982.
     """
+    return max(map(one_machine_s, rank_jobs(problem, split=split)), default=0.0)
+
+
+def rank_jobs(problem: PlanningProblem, *, split: bool) -> list[list[tuple[float, float, float]]]:
+    """[rank] -> (head, least seconds in which the rank is busy, tail) of each of its actions, see `lower_bound_s`."""
+    problem = without_instructions(problem)
     graph = problem.graph
     nodes = list(graph.nodes())
     order: list[Result] = [(Kind.F, *node) for node in nodes]
@@ -54,7 +61,7 @@ def lower_bound_s(problem: PlanningProblem, *, split: bool = True) -> float:
         if split and kind is Kind.B:
             # In a whole B, weight gradients run while exchanges of the I do.
             rank_jobs.append((head[result] + busy[result], weights[index[work][position[stage]]], 0.0))
-    return max(map(one_machine_s, jobs), default=0.0)
+    return jobs
 
 
 def _shortest(problem: PlanningProblem, kind: Kind) -> list[tuple[float, float]]:

@@ -93,6 +93,7 @@ class IterationPlanner:
                 forward_only=forward_only,
                 limits=limits,
             )
+            problem = job.schedule.with_instructions(problem)
             oversize = oversize_pairs(problem)
             if not oversize:
                 return replace(batching, not_deferred=not_deferred), problem
@@ -126,7 +127,7 @@ class IterationPlanner:
         result = make_plan(problem, JobMethod(self.job.schedule, self.job.section))
         if result.has_plan:
             return result
-        return replace(result, message=too_tight(problem, self.job.section) or result.message)
+        return replace(result, message=too_tight(problem, self.job.section, self.job.spec) or result.message)
 
     def finish(self, iteration: Iteration, result: PlanResult) -> IterationPlan:
         """The iteration with its lowered program, from a plan that has been checked.

@@ -36,7 +36,7 @@ class Job:
     sharded: bool
     """Whether programs reduce gradients (FSDP2)."""
     regathered: frozenset[str] = frozenset()
-    """Modules that FSDP2 gathers at each use; programs unshard the others first and reshard them last."""
+    """Modules of the config that FSDP2 gathers at each use; programs unshard the others first and reshard them last."""
     memory: MemoryChoices = field(default_factory=MemoryChoices)
     """The memory strategies that blocks may use."""
     submesh: Submesh = field(default_factory=Submesh)
@@ -58,7 +58,8 @@ class Job:
         timeline: Timeline | None = None,
     ) -> Program:
         """The program of a plan, as the runtime executes it. Args: timeline: of this plan; None: it is simulated."""
-        regathered = {stage.index for stage in self.partition.stages if stage.module in self.regathered}
+        stages = self.partition.stages
+        regathered = {s.index for s in stages if self.spec.module(s.module).section in self.regathered}
         return lower(
             plan, problem, sharded=self.sharded, regathered=regathered, reduce=not forward_only, timeline=timeline
         )

@@ -97,10 +97,7 @@ def _check_times(problem: PlanningProblem, plan: Plan, claim: PlanText) -> None:
             f"{last_s - first_s:.9g} s"
         )
     end: dict[Result, float] = {
-        (RESULT_OF[part.kind], part.stage, part.work): row.end_s
-        for row in rows
-        for part in row.parts
-        if part.kind is not Kind.W
+        (RESULT_OF.get(part.kind, part.kind), part.stage, part.work): row.end_s for row in rows for part in row.parts
     }
     for rank, order in enumerate(claim.orders):
         for step, row in enumerate(order):

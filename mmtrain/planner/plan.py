@@ -75,11 +75,13 @@ def make_plan(
         return search(problem, method, cancelled=cancelled)
     if not isinstance(method, JobMethod):
         return scheduled(problem, method)
-    first = _first(problem, method.schedule, method.section)
+    given = method.schedule
+    given = given if isinstance(given, Schedule) else schedule_of(given, problem.graph.num_ranks)
+    problem = given.with_instructions(problem)
+    first = _first(problem, given, method.section)
     if method.search is None or not method.section.interleave:
         return first
-    named = method.schedule if isinstance(method.schedule, str) else method.schedule.name
-    if method.search.strategy == "first" and named == "interleave" and method.search.memory:
+    if method.search.strategy == "first" and given.name == "interleave" and method.search.memory:
         return replace(first, seed=method.search.seed)  # no search would make the same plan again
     return best_of(first, search(problem, method.search, cancelled=cancelled))
 
@@ -91,7 +93,7 @@ def best_of(first: PlanResult, searched: PlanResult) -> PlanResult:
     return replace(first, evaluations=searched.evaluations, seed=searched.seed)
 
 
-def _first(problem: PlanningProblem, schedule: str | Schedule, section: PlannerConfig) -> PlanResult:
+def _first(problem: PlanningProblem, given: Schedule, section: PlannerConfig) -> PlanResult:
     """The plan of a schedule, or why there is none: the fallback of a timed-out search, and its baseline.
 
     If a limit forbids it, activations of first chunks are offloaded, where blocks may do so, or other memory options
@@ -100,7 +102,6 @@ def _first(problem: PlanningProblem, schedule: str | Schedule, section: PlannerC
     the planner may change the orders, the result is the plan of `interleave`, which keeps limits: a timed-out search
     must not end a job.
     """
-    given = schedule if isinstance(schedule, Schedule) else schedule_of(schedule, problem.graph.num_ranks)
     result, may_reorder = _made(problem, given), section.enable and section.interleave
     if given.keeps_memory_limits and may_reorder:
         result = with_options_chosen(result, braid=section.braid)

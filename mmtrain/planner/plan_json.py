@@ -9,7 +9,7 @@ from typing import Any
 from mmtrain.errors import PlanError
 from mmtrain.planner.bound import lower_bound_s
 from mmtrain.planner.result import PlanResult
-from mmtrain.schedule.action import Action, Braid, Kind
+from mmtrain.schedule.action import BRAID, NOT_COMPUTE, Action, Braid, Kind
 from mmtrain.schedule.graph import WorkGraph
 from mmtrain.schedule.io.strict_json import amount, fields, integer, items, loads, string
 from mmtrain.schedule.plan import Plan, check
@@ -164,10 +164,11 @@ def _read_row(row: Any, where: str) -> PlanRow:
 
 
 def _read_part(row: Any, where: str) -> PlanPart:
-    if row["op"] not in ("F", "B", "I", "W"):
-        raise PlanError(f"{where}.op = {row['op']!r}; it is F, B, I or W")
+    op = row["op"]
+    if not isinstance(op, str) or op not in Kind.names() or op in (*NOT_COMPUTE, BRAID):
+        raise PlanError(f"{where}.op = {show(op)}; it is F, B, I, W or an instruction of the problem")
     stage, work, option = (integer(row[key], f"{where}.{key}") for key in ("stage", "work", "option"))
-    return PlanPart(kind=Kind(row["op"]), stage=stage, work=work, option=option)
+    return PlanPart(kind=Kind(op), stage=stage, work=work, option=option)
 
 
 def _entry(graph: WorkGraph, row: PlanRow) -> Action:

@@ -16,9 +16,11 @@ def scheduled(problem: PlanningProblem, schedule: str | Schedule) -> PlanResult:
 
     Raises:
         ConfigError: there is no schedule of that name, or its file cannot be used.
-        PlanError: a schedule that bounds memory by its own rule is over a limit, or a recipe gets stuck.
+        PlanError: a schedule that bounds memory by its own rule is over a limit, a recipe gets stuck, or the order of
+            the schedule contradicts an instruction.
     """
     given = schedule if isinstance(schedule, Schedule) else schedule_of(schedule, problem.graph.num_ranks)
+    problem = given.with_instructions(problem)
     own = problem.graph.has_any_backward or given.plans_forward_only
     try:
         plan = (given.make if own else forward_only)(problem)

@@ -112,12 +112,15 @@ def _training_charts(runs: Sequence[Run]) -> list[Chart]:
             [_Curve(label=name, of=f"samples/{name}", colour=_hue(i)) for i, name in enumerate(_sources(runs))],
             stacked=True,
         ),
+        *_answer_charts(runs),
         _chart(
-            runs, "Answers right", "%", "Of held-out questions, by grade.",
-            [
-                _Curve(label=grade, of=_accuracy(grade), colour=HUES[i % len(HUES)], scale=100, validation=True)
-                for i, grade in enumerate(_grades(runs))
-            ],
+            runs, "Samples", "", "In one step, all replicas; the last step of an epoch may have few.",
+            [_Curve(label="samples", of="samples")],
+        ),
+        _chart(
+            runs, "Nodes", "", "Of an elastic job, and the pipelines on them; a node that is lost or joins changes the "
+            "steps after it.",
+            [_Curve(label="nodes", of="nodes"), _Curve(label="pipelines", of="pipelines", colour=HUES[1])],
         ),
         _chart(
             runs, "Throughput", "/s", "Tokens a second and device.",
@@ -130,6 +133,34 @@ def _training_charts(runs: Sequence[Run]) -> list[Chart]:
                 _Curve(label="waits for data", of="data_time_s", colour=HUES[1]),
                 _Curve(label="waits for a plan", of="plan_time_s", colour=HUES[2]),
             ],
+        ),
+    ]  # fmt: skip
+
+
+def _answer_charts(runs: Sequence[Run]) -> list[Chart]:
+    return [
+        _chart(
+            runs, "Answers right", "%", "Of held-out questions, by grade.",
+            [
+                _Curve(label=grade, of=_validation_share("accuracy", grade), colour=_hue(i), scale=100, validation=True)
+                for i, grade in enumerate(_shares(runs, "accuracy"))
+            ],
+        ),
+        _chart(
+            runs, "Pairs found", "%", "Of held-out images their caption among the 1 or 5 most similar captions of all, "
+            "and of captions their image.",
+            [
+                _Curve(label=name, of=_validation_share("recall", name), colour=_hue(i), scale=100, validation=True)
+                for i, name in enumerate(_shares(runs, "recall"))
+            ],
+        ),
+        _chart(
+            runs, "Own metric", "", "Of the answers to held-out questions (validation.metric).",
+            [
+                _Curve(label=name, of=_metric(name), colour=HUES[i % len(HUES)], validation=True)
+                for i, name in enumerate(_metrics(runs))
+            ],
+            zero=False,
         ),
     ]  # fmt: skip
 
@@ -235,6 +266,16 @@ def _planner_and_data_charts(runs: Sequence[Run]) -> list[Chart]:
             stacked=True,
         ),
         _chart(
+            runs, "Learning rate", "", "Of optimizer.lr, and of groups with a rate of their own.",
+            [
+                _Curve(label="all others" if _rates(runs) else "learning rate", of="lr"),
+                *(
+                    _Curve(label=name, of=_rate(name), colour=_hue(i), dash=i // len(HUES))
+                    for i, name in enumerate(_rates(runs), 1)
+                ),
+            ],
+        ),
+        _chart(
             runs, "Gradient norm", "", "Before clipping.", [_Curve(label="gradient norm", of="grad_norm")], log=True,
         ),
     ]  # fmt: skip
@@ -311,13 +352,26 @@ def _hue(module: int) -> Pair:
     return HUES[module % len(HUES)]
 
 
-def _grades(runs: Iterable[Run]) -> list[str]:
+def _shares(runs: Iterable[Run], key: str) -> list[str]:
     lines = (line for run in runs for line in run.validations)
-    return list(dict.fromkeys(grade for line in lines for grade in line.get("accuracy") or ()))
+    return list(dict.fromkeys(name for line in lines for name in line.get(key) or ()))
 
 
-def _accuracy(grade: str) -> Callable[[Run], list[float | None]]:
-    return lambda run: [(line.get("accuracy") or {}).get(grade) for line in run.validations]
+def _validation_share(key: str, name: str) -> Callable[[Run], list[float | None]]:
+    return lambda run: [(line.get(key) or {}).get(name) for line in run.validations]
+
+
+def _metrics(runs: Iterable[Run]) -> list[str]:
+    tables = (line.get("metric") for run in runs for line in run.validations)
+    return list(dict.fromkeys(str(name) for table in tables if isinstance(table, dict) for name in table))
+
+
+def _metric(name: str) -> Callable[[Run], list[float | None]]:
+    def values(run: Run) -> list[float | None]:
+        found = [(line.get("metric") or {}).get(name) for line in run.validations]
+        return [value if isinstance(value, int | float) else None for value in found]
+
+    return values
 
 
 def _sources(runs: Iterable[Run]) -> list[str]:
@@ -327,6 +381,25 @@ def _sources(runs: Iterable[Run]) -> list[str]:
 
 def _validated(source: str) -> Callable[[Run], list[float | None]]:
     return lambda run: [(line.get("loss_by_source") or {}).get(source) for line in run.validations]
+
+
+def _rates_of(run: Run) -> dict[str, float]:
+    """Name of each group of a run with a rate of its own -> its rate relative to that of all others."""
+    groups, lr = run.setting("optimizer", "groups") or [], run.setting("optimizer", "lr")
+    names = ((" ".join(filter(None, (g.get("module"), g.get("pattern")))), g.get("lr")) for g in groups)
+    return {name: rate / lr for name, rate in names if rate is not None and lr}
+
+
+def _rates(runs: Iterable[Run]) -> list[str]:
+    return list(dict.fromkeys(name for run in runs for name in _rates_of(run)))
+
+
+def _rate(group: str) -> Callable[[Run], list[float | None]]:
+    def values(run: Run) -> list[float | None]:
+        factor = _rates_of(run).get(group)
+        return [None if value is None or factor is None else factor * value for value in run.column("lr")]
+
+    return values
 
 
 def _some(key: str) -> Callable[[Run], list[float | None]]:

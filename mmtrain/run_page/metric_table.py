@@ -83,6 +83,14 @@ def _images_text(values: Values, _: str) -> str:
     return f"images/s: {values['images_per_s']:.1f}" if shown else ""
 
 
+def _samples_text(values: Values, _: str) -> str:
+    """Samples of the step and of the job so far."""
+    done, epoch = values["samples_done"], values["epoch"]
+    parts = [f"{int(done):,} so far"] if math.isfinite(done) else []
+    parts += [f"epoch {epoch:.2f}"] if math.isfinite(epoch) else []
+    return f"samples: {int(values['samples'])}" + (f" ({', '.join(parts)})" if parts else "")
+
+
 def _sounds_text(values: Values, _: str) -> str:
     return f"sounds/s: {values['sounds'] / values['step_time_s']:.1f} ({values['sound_s']:.1f}s of sound)"
 
@@ -129,7 +137,7 @@ METRICS: tuple[Metric, ...] = (
         when=_always, in_file=False,
     ),
     Metric(name="grad_norm", tag="grad_norm", when=_always, text="grad_norm: {grad_norm:7.4f}", on_page=True),
-    Metric(name="lr", tag="lr"),
+    Metric(name="lr", tag="lr", on_page=True),
     Metric(name="step_time_s", unit="s", tag="time_metrics/end_to_end(s)", on_page=True),
     Metric(name="data_time_s", unit="s", note="waited for the loader", tag="time_metrics/data_loading(s)",
            on_page=True),
@@ -178,7 +186,10 @@ METRICS: tuple[Metric, ...] = (
     Metric(name="text_tokens", tag="modality/text/tokens", in_file=False,
            of=lambda v: v["tokens"] - v["image_tokens"] - v["sound_tokens"] - v["video_tokens"]),
     Metric(name="skipped_samples", reduce=_SUM, tag="data/skipped_samples", over_run="sum"),
-    Metric(name="samples", reduce=_SUM, in_file=False),
+    Metric(name="samples", note="of the step", reduce=_SUM, tag="data/samples", text=_samples_text, on_page=True),
+    Metric(name="samples_done", note="of the job up to the step", tag="data/samples_done", on_page=True),
+    Metric(name="epoch", note="epochs done; NaN: of a stream or of several sources", tag="data/epoch", on_page=True),
+    Metric(name="total_steps", note="of the job; of one of epochs, as the samples so far say", in_file=False),
     # ------------------------------------------------------------------------------------------ the pipeline
     Metric(name="bubble", tag="pipeline/bubble(%)", scale=100, text="bubble: {bubble:.0%}", on_page=True),
     Metric(name="program_s", unit="s", note="longest program of replica 0, of which `bubble` is a part", on_page=True),
@@ -199,6 +210,11 @@ METRICS: tuple[Metric, ...] = (
     Metric(name="planned_spread_s_{}", unit="s", tag="modality/{}/microbatch_spread_planned(s)"),
     Metric(name="bubble_other", note="transfers, starts of actions, gathers and reductions",
            tag="pipeline/bubble_other(%)", scale=100, on_page=True),
+    # ------------------------------------------------------------------------------------------ elastic jobs
+    Metric(name="nodes", note="of an elastic job, idle ones included", tag="elastic/nodes", on_page=True),
+    Metric(name="pipelines", note="of an elastic job", tag="elastic/pipelines", on_page=True),
+    Metric(name="time_in_steps", note="part of the time since an elastic job began that is in finished steps",
+           tag="elastic/time_in_steps(%)", scale=100, on_page=True),
     # ------------------------------------------------------------------------------------------ assignment, deferral
     Metric(name="replica_spread_s", unit="s", note="of the makespans", reduce=Reduce.SPREAD,
            tag="assignment/replica_spread(s)"),

@@ -48,8 +48,9 @@ def numbers(run: Run) -> list[Number]:
         Number(
             label="steps",
             value=f"{run.last_step:,}",
-            note=f"of {goal:,}" if isinstance(goal, int) and goal != run.last_step else "",
+            note=f"of {goal:,}" if isinstance(goal, int) and goal not in (0, run.last_step) else "",
         ),
+        _samples(run),
         _number("loss", _mean_of_last_ten(run.column("loss")), "{:.4f}", note="mean of the last 10 steps"),
         *_validation(run),
         _number("tokens", _sum(run.column("tokens")), "{:,.0f}"),
@@ -65,6 +66,7 @@ def numbers(run: Run) -> list[Number]:
         *_fallbacks(run),
         *_memory(run),
         *_waits(run),
+        *_changes(run),
     ]
     return [number for number in shown if number is not None]
 
@@ -114,9 +116,34 @@ def _validation(run: Run) -> list[Number]:
     last = known[-1]
     note = f"step {last['step']:,}"
     loss = Number(label="validation loss", value=f"{last['validation_loss']:.4f}", note=note)
-    if not last.get("answers"):
-        return [loss]
-    return [loss, Number(label="exact answers", value=f"{last.get('answers_right')} of {last['answers']}", note=note)]
+    found = [loss]
+    if last.get("answers"):
+        right = f"{last.get('answers_right')} of {last['answers']}"
+        found.append(Number(label="exact answers", value=right, note=note))
+    if last.get("samples_judged"):
+        right = f"{last.get('samples_right')} of {last['samples_judged']}"
+        found.append(Number(label="samples as their prompts say", value=right, note=note))
+    for name, value in _table(last.get("metric")):
+        found.append(Number(label=name, value=f"{value:.4f}", note=note))
+    if isinstance(best := last.get("best"), int | float):
+        of_step = f"step {last.get('best_step')}"
+        found.append(Number(label=f"best: {last.get('best_by')}", value=f"{best:.4f}", note=of_step))
+    return found
+
+
+def _table(value: object) -> list[tuple[str, float]]:
+    """The numbers by name of a value of JSON."""
+    pairs = value.items() if isinstance(value, dict) else ()
+    return [(str(name), number) for name, number in pairs if isinstance(number, int | float)]
+
+
+def _samples(run: Run) -> Number | None:
+    """Samples and epochs done."""
+    last, goal = run.steps[-1], run.setting("training", "epochs")
+    done, epoch = last.get("samples_done"), last.get("epoch")
+    of = f" of {goal:g}" if isinstance(goal, int | float) and goal else ""
+    note = f"epoch {epoch:.2f}{of}" if isinstance(epoch, int | float) else ""
+    return _number("samples", done if isinstance(done, int | float) else None, "{:,.0f}", note)
 
 
 def _most_waited_for(run: Run) -> str:
@@ -174,6 +201,17 @@ def _waits(run: Run) -> list[Number]:
             "plans": "Steps wait for plans: lower planner.budget_evaluations, or raise planner.threads.",
         }[max(parts)[1]]
     return [Number(label="time lost to waits", value=f"{lost:.1%}", note=parts_text, advice=advice)]
+
+
+def _changes(run: Run) -> list[Number]:
+    """Of an elastic job: how much of its time led to steps."""
+    known = [value for value in run.column("time_in_steps") if value is not None]
+    if not known:
+        return []
+    changes = [event for event in run.events if event.get("kind") != "started"]
+    redone = sum(count for event in changes if isinstance(count := event.get("redone_steps"), int))
+    note = f"of the job's; changes of nodes: {len(changes)}, steps redone: {redone}"
+    return [Number(label="time in finished steps", value=f"{known[-1]:.1%}", note=note)]
 
 
 def _duration(seconds: float) -> str:

@@ -65,6 +65,7 @@ def _data(runs: Sequence[Run]) -> dict[str, Any]:
                 "starts": run.starts,
                 "timelines": run.timelines,
                 "answers": run.answers,
+                "samples": run.samples,
             }
             for index, run in enumerate(runs)
         ],

@@ -3,7 +3,7 @@
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,11 @@ class Run:
     timelines: tuple[Mapping[str, Any], ...]
     answers: Mapping[str, Any]
     """The answers of the last validation that asked questions, `step` and `answers`; empty if none has."""
+    samples: Mapping[str, Any] = field(default_factory=dict)
+    """The sheet of clips of the last validation that sampled some, `step` and `image`, base64 of a PNG file; empty if
+    none has."""
+    events: tuple[Line, ...] = ()
+    """Changes of the nodes of an elastic job, in the order of the file."""
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
@@ -82,9 +87,15 @@ def read_run(folder: Path) -> Run:
         raise ConfigError(f"report: {folder} has no metrics.jsonl, so no job ran in it; name a job.dump_folder")
     steps: dict[int, Line] = {}
     validations: dict[int, Line] = {}
+    events: list[Line] = []
     for line in map(_parsed, path.read_text(encoding="utf-8").splitlines()):
-        if line is not None:
-            kind = validations if "validation_loss" in line else steps
+        if line is None:
+            continue
+        if "event" in line:
+            events.append(line)
+            continue
+        kind = validations if "validation_loss" in line else steps
+        if _generation(line) >= _generation(kind.get(line["step"], {})):
             kind[line["step"]] = line
     if not steps:
         raise ConfigError(f"report: {path} has no step yet; try again when the first one has ended")
@@ -98,7 +109,15 @@ def read_run(folder: Path) -> Run:
         starts=_starts(folder / "environment.json"),
         timelines=_timelines(folder / "timelines", last),
         answers=_answers(folder / "answers", last),
+        samples=_samples(folder / "validation_samples", last),
+        events=tuple(events),
     )
+
+
+def _generation(line: Line) -> int:
+    """That of an elastic job which wrote a line; 0: of another job."""
+    number = line.get("generation")
+    return number if isinstance(number, int) else 0
 
 
 def _parsed(text: str) -> Line | None:
@@ -142,6 +161,15 @@ def _answers(folder: Path, last_step: int) -> Mapping[str, Any]:
     if record is None or not _fits(record, {"step": int, "answers": list}):
         return {}
     return {"step": record["step"], "answers": [row for row in record["answers"] if _fits(row, _ANSWER)]}
+
+
+def _samples(folder: Path, last_step: int) -> Mapping[str, Any]:
+    """The newest sheet of clips up to the last step."""
+    numbered = _by_step(folder, last_step)
+    record = _read_json(numbered[max(numbered)]) if numbered else None
+    if record is None or not _fits(record, {"step": int, "image": str}):
+        return {}
+    return {"step": record["step"], "image": record["image"]}
 
 
 _NUMBER = int | float

@@ -29,6 +29,12 @@ class ModuleStages:
     name: str
     stages: tuple[int, ...]
 
+    @property
+    def label(self) -> str:
+        """Its name in drawings and metrics, where parts as `head.0` and `head.1` are one module: without the number."""
+        name, _, number = self.name.rpartition(".")
+        return name if name and number.isdecimal() else self.name
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
@@ -50,8 +56,8 @@ class Link:
 class Instruction:
     """One action of a registered kind: what it waits for, and what waits for it, all on its stage's rank.
 
-    It is local to that rank. A user registers its kind (`Kind.register`). Plans with them are checked, simulated
-    and drawn; the runtime refuses them, since it has no handlers of such kinds.
+    It is local to that rank. Its kind is registered by whoever makes it (`Kind.register`), in a job by a recipe, whose
+    function of that kind the runtime calls.
     """
 
     kind: Kind
@@ -62,6 +68,11 @@ class Instruction:
     seconds: float = 0.0
     growth_bytes: float = 0.0
     """Bytes that it allocates, less those that it frees."""
+
+    @property
+    def key(self) -> Result:
+        """Its result."""
+        return self.kind, self.stage, self.work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +149,8 @@ class WorkGraph:
             raise PlanError(f"num_ranks = {self.num_ranks}; a plan needs at least one rank")
         self._check_stages()
         self._check_works()
-        self._check_instructions()
+        if self.instructions:
+            self._check_instructions()
 
     def _check_stages(self) -> None:
         seen: dict[int, str] = {}
@@ -209,23 +221,32 @@ class WorkGraph:
             ends.add(end)
 
     def _check_instructions(self) -> None:
-        results = {(kind, *node) for kind in RESULT_OF for node in self.nodes()} if self.instructions else set()
+        results: set[Result] = {(Kind.F, *node) for node in self.nodes()}
+        results |= {(kind, *node) for kind in (Kind.B, Kind.W) for node in self.nodes() if self.has_backward(*node)}
         for index, given in enumerate(self.instructions):
             where = f"instructions[{index}] = {given.kind} of stage {given.stage}, work {given.work}"
             if given.kind in (*KINDS, BRAID):
                 raise PlanError(f"{where}: {given.kind} is a kind of every plan; register another one")
             if (Kind.F, given.stage, given.work) not in results:
                 raise PlanError(f"{where}: the work does not pass through this stage")
+            if given.key in results:
+                raise PlanError(f"{where}: the stage has this instruction twice for the work; register another kind")
             rank = self.stage_rank[given.stage]
             for result in (*given.after, *given.before):
                 if result not in results or self.stage_rank[result[1]] != rank:
                     raise PlanError(f"{where}: {result} is not an earlier result on rank {rank}, which holds its stage")
-            results.add((given.kind, given.stage, given.work))
+            results.add(given.key)
+        if blocked := self.items.in_cycles():
+            given = next(one for one in self.instructions if self.items.item(*one.key) in blocked)
+            raise PlanError(
+                f"instructions: {self.action(*given.key)} waits for something that waits for "
+                "it in a circle; change its after or before"
+            )
 
     @cached_property
     def instruction(self) -> dict[Result, Instruction]:
         """(kind, stage, work) -> instruction."""
-        return {(given.kind, given.stage, given.work): given for given in self.instructions}
+        return {given.key: given for given in self.instructions}
 
     @cached_property
     def items(self) -> Items:

@@ -90,6 +90,10 @@ class Items:
         """(result, item that needs it, message) of all edges, those into and out of one node in the graph's order."""
         self.link_bytes: list[float] = []
         """Sizes of the further messages: links with their own `size_bytes`."""
+        self.link_source: list[int] = []
+        """The nodes that make them."""
+        self.copies: dict[tuple[int, int], None] = {}
+        """(message, rank that reads it), in the order of the edges."""
         self._add_table(self._edges(inputs))
         self._instructions = {key: 3 * self.num_nodes + number for number, key in enumerate(instructions)}
         for key, local in instructions.items():
@@ -113,6 +117,18 @@ class Items:
             base[a.kind] + first[w] + position[a.stage] if a.kind in base else self.item(a.parts[0].kind, a.stage, w)
             for a, w in zip(order, works, strict=True)
         ]
+
+    def in_cycles(self) -> set[int]:
+        """The items that wait for each other in a cycle, and those that wait for these."""
+        waiting, ready = self.num_needs.copy(), [item for item, count in enumerate(self.num_needs) if not count]
+        reached = set(ready)
+        while ready:
+            for dependent, _ in self.dependents[ready.pop()]:
+                waiting[dependent] -= 1
+                if not waiting[dependent]:
+                    ready.append(dependent)
+                    reached.add(dependent)
+        return set(range(self.num_items)) - reached
 
     @property
     def num_messages(self) -> int:
@@ -158,8 +174,13 @@ class Items:
                 if link.size_bytes is not None and message != SAME_RANK:
                     message = self.num_nodes + len(self.link_bytes)
                     self.link_bytes.append(link.size_bytes)
+                    self.link_source.append(source)
+                if message != SAME_RANK:
+                    self.copies[message, rank[target]] = None
                 edges.append((source, target, message, link.grad and grad[source] and grad[target]))
             for node in range(begin, first[work + 1] - 1):
                 message = SAME_RANK if rank[node] == rank[node + 1] else node
+                if message != SAME_RANK:
+                    self.copies[message, rank[node + 1]] = None
                 edges.append((node, node + 1, message, grad[node] and grad[node + 1]))
         return edges

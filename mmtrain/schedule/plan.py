@@ -226,9 +226,9 @@ def _fault(plan: Plan, rank: int, action: Action, seen: set[Action]) -> str:
     if holder != rank:
         return f"belongs on rank {holder}, which holds its stage"
     if action.kind not in COMPUTE:
-        known = (action.kind, action.stage, work) in plan.graph.instruction
-        return "" if known else "is an instruction that the iteration does not have; remove it"
-    if action.kind is not Kind.F and not plan.graph.has_backward(action.stage, work):
+        if (action.kind, action.stage, work) not in plan.graph.instruction:
+            return "is an instruction that the iteration does not have; remove it"
+    elif action.kind is not Kind.F and not plan.graph.has_backward(action.stage, work):
         return "cannot run: the stage has no backward for this work; remove it"
     if action not in seen:
         return ""

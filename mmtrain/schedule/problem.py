@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from mmtrain.errors import PlanError
 from mmtrain.schedule.action import BRAID, COMPUTE, Action, Kind
 from mmtrain.schedule.graph import Edge, Instruction, Link, ModuleStages, Work, WorkGraph
+from mmtrain.schedule.io import instruction_json
 from mmtrain.schedule.io.strict_json import (
     fields,
     integer,
@@ -101,6 +102,9 @@ class PlanningProblem:
             for i, link in enumerate(graph.works[work].links):
                 if link.size_bytes is not None and not 0 <= link.size_bytes <= most:
                     _refuse_output(f"works[{work}].links[{i}].size_bytes", link.size_bytes, rate)
+        for i, given in enumerate(graph.instructions):
+            SECONDS.check(f"instructions[{i}].seconds", given.seconds)
+            BYTES.check(f"instructions[{i}].growth_bytes", abs(given.growth_bytes))
         flags = [options[0].has_backward for options in self.costs]
         if graph.backward != _backward_flags(flags, self.cost_index):
             raise PlanError("the graph's backward flags differ from those of the options; use PlanningProblem.build")
@@ -174,16 +178,22 @@ class PlanningProblem:
         """Seconds from the end of an edge's producer to its arrival (either direction); 0 on one rank."""
         if self.graph.is_local(edge):
             return 0.0
-        if edge.size_bytes is not None:
-            return self.p2p.latency_s + edge.size_bytes / self.p2p.bytes_per_s
         return self.message_s[self.graph.items.first[edge.work] + self.graph.position[edge.source]]
 
     @cached_property
     def message_s(self) -> list[float]:
-        """[message of the graph's items] -> seconds of its transfer."""
-        latency, rate = self.p2p.latency_s, self.p2p.bytes_per_s
-        sizes = [amount for row in self.output_bytes for amount in row]
-        return [latency + amount / rate for amount in (*sizes, *self.graph.items.link_bytes)]
+        """[message of the graph's items] -> seconds of its transfer, in either direction.
+
+        The messages of one result, a copy for each rank that reads it, leave one after the other, and each counts as
+        there when the last one is; so do the gradients that come back for it.
+        """
+        items = self.graph.items
+        sizes = [*(amount for row in self.output_bytes for amount in row), *items.link_bytes]
+        sender = [*range(items.num_nodes), *items.link_source]
+        sent_bytes = [0.0] * items.num_nodes
+        for message, _ in items.copies:
+            sent_bytes[sender[message]] += sizes[message]
+        return [self.p2p.latency_s + sent_bytes[node] / self.p2p.bytes_per_s for node in sender]
 
     def entry_cost(self, entry: Action, work: int, chosen: Mapping[tuple[int, int], int]) -> EntryCost:
         """The cost of one entry of an order. Args: work: of its first part. chosen: option of each (stage, work)."""
@@ -230,13 +240,8 @@ class PlanningProblem:
     # ------------------------------------------------------------------------------------- as JSON
 
     def to_json(self) -> str:
-        """The problem as JSON text of version 1, one line a work; `from_json` is the inverse.
-
-        Raises: PlanError: the problem has instructions, which the format lacks.
-        """
+        """The problem as JSON text of version 1, one line a work; `from_json` is the inverse."""
         graph = self.graph
-        if graph.instructions:
-            raise PlanError("a problem with instructions has no JSON form; write it without them")
         head: dict[str, Any] = {
             "version": VERSION,
             "num_ranks": graph.num_ranks,
@@ -259,7 +264,10 @@ class PlanningProblem:
             for i, w in enumerate(graph.works)
         ]
         lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-        for key, rows in (("costs", costs), ("works", works)):
+        lists: list[tuple[str, list[Any]]] = [("costs", costs), ("works", works)]
+        if graph.instructions:
+            lists.append(("instructions", list(map(instruction_json.to_json, graph.instructions))))
+        for key, rows in lists:
             body = ",\n".join("  " + json.dumps(row) for row in rows)
             lines.append(f' "{key}": [\n{body}\n ]' if rows else f' "{key}": []')
         return "{\n" + ",\n".join(lines) + "\n}\n"
@@ -394,7 +402,7 @@ def _read_link(table: Any, where: str) -> Link:
 
 def _read_problem(table: Any) -> PlanningProblem:
     keys = ("version", "num_ranks", "memory_limit_bytes", "p2p", "modules", "stage_rank", "costs", "works")
-    fields(table, "", keys)
+    fields(table, "", keys, optional=("instructions",))
     if integer(table["version"], "version") != VERSION:
         raise PlanError(f"version = {table['version']}; this program reads version {VERSION}")
     num_ranks = integer(table["num_ranks"], "num_ranks")
@@ -428,6 +436,10 @@ def _read_problem(table: Any) -> PlanningProblem:
         output_bytes=outputs,
         p2p=p2p,
         memory_limit_bytes=limits,
+        instructions=[
+            instruction_json.read(value, f"instructions[{i}]")
+            for i, value in enumerate(items(table.get("instructions", []), "instructions"))
+        ],
     )
 
 

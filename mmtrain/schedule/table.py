@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from mmtrain.errors import PlanError
 from mmtrain.schedule.action import Action, Kind
 from mmtrain.schedule.engine import Engine, Policy
 from mmtrain.schedule.graph import WorkGraph
@@ -40,7 +41,11 @@ class Table:
         """The orders of all ranks: F and B in the order of their start.
 
         Where the limits let nothing go on, the first forward that is left may exceed them.
+
+        Raises: PlanError: the graph has instructions, which a table cannot wait for.
         """
+        if graph.instructions:
+            raise PlanError("a table plans no instructions; plan the problem without, then add them (passes.instruct)")
         items = graph.items
         orders: list[list[Action]] = [[] for _ in range(graph.num_ranks)]
         for item in (engine := Engine(items)).run(_Turns(self, engine)):

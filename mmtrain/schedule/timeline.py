@@ -25,7 +25,7 @@ class Timeline:
 
     num_ranks: int
     stage_modules: tuple[str, ...]
-    """Module name of each stage, for drawings."""
+    """Label of the module of each stage, for drawings."""
     rows: tuple[Row, ...]
     """Sorted by rank, then by start."""
     memory: tuple[tuple[tuple[float, float], ...], ...] = ()
@@ -45,11 +45,11 @@ class Timeline:
         peak_bytes: tuple[float, ...] = (),
     ) -> "Timeline":
         """The timeline of rows (rank, action, start_s, end_s) in any order, without transfers."""
-        names = tuple(graph.modules[module].name for module in graph.module_of)
+        names = tuple(graph.modules[module].label for module in graph.module_of)
         kept = [Row(*row) for row in rows if row[1].kind not in NOT_COMPUTE]
         kept.sort(key=lambda row: (row.rank, row.start_s, row.end_s))
         works = [graph.works[index] for index in graph.deferred]
-        deferred = frozenset((graph.modules[w.module].name, w.microbatch, w.sub_microbatch) for w in works)
+        deferred = frozenset((graph.modules[w.module].label, w.microbatch, w.sub_microbatch) for w in works)
         return cls(graph.num_ranks, names, tuple(kept), memory, peak_bytes, deferred)
 
     def is_deferred(self, action: Action) -> bool:

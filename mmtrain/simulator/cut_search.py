@@ -13,9 +13,13 @@ They take the host 0.3 to 1.2 ms an action (docs/benchmarks.md), 0.2 to 0.8 % of
 CHAIN_WORTH = 0.03
 """Further fraction that a chain has to save: its ranks are balanced for only one mixture of modalities. On others it
 loses as much, in the mean of three models and three mixtures (docs/benchmarks.md, partitions)."""
+VOCABULARY_WORTH = 2 * WORTH
+"""Further fraction that a division of the vocabulary over the pipeline ranks has to save: each rank runs two more works
+of each microbatch."""
 FINALISTS = 3
 """Candidates that are judged on several iterations, after all candidates were judged on a part of one iteration. As
-many separated candidates as without chains become finalists; chains are additional."""
+many separated candidates as without chains become finalists; chains are additional. So are candidates that divide the
+vocabulary to those that do not."""
 SHARE, LEAST_S, MOST_S = 0.2, 0.8, 6.0
 """The search takes about this fraction of the seconds that a rank computes in an iteration, but at least and at most so
 many seconds. They are seconds of constant rates (`TypicalIterations.judging_s`), not of a clock: all ranks do the same
@@ -34,6 +38,8 @@ class Cut:
     """Of modules on ranks of their own: how they are placed."""
     ranks: tuple[int, ...] = ()
     """Of placed modules: ranks of each group that shares them."""
+    divides_vocabulary: bool = False
+    """Whether each rank has a part of the vocabulary."""
 
     @property
     def is_even(self) -> bool:
@@ -42,11 +48,13 @@ class Cut:
 
     def worth(self, margin: float = CHAIN_WORTH) -> float:
         """Fraction of an iteration that it has to save. Args: margin: if ranks hold unequal parts of modules."""
-        return WORTH * sum(self.segments) + (0.0 if self.is_even else margin)
+        of_vocabulary = VOCABULARY_WORTH if self.divides_vocabulary else 0.0
+        return WORTH * sum(self.segments) + of_vocabulary + (0.0 if self.is_even else margin)
 
     def __str__(self) -> str:
         name = f"chain x {self.segments[0]}" if self.is_chain else " + ".join(map(str, self.segments))
-        return f"{name}, {self.placement} {':'.join(map(str, self.ranks))}" if self.placement else name
+        name += f", {self.placement} {':'.join(map(str, self.ranks))}" if self.placement else ""
+        return f"{name}, vocabulary divided" if self.divides_vocabulary else name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +78,8 @@ def best_cut(
 ) -> Found | None:
     """The candidate with the least seconds x (1 + `Cut.worth`); None: no candidate has a plan.
 
-    Ties go to modules on all ranks, then to fewer segments in total, then to fewer segments of the first modules.
+    Ties go to modules on all ranks, then to a whole vocabulary, then to fewer segments in total, then to fewer segments
+    of the first modules.
 
     Args:
         quick: seconds of a candidate, by which finalists are selected; infinite: it has no plan.
@@ -86,6 +95,7 @@ def best_cut(
 
     by_quick = ranked({c: quick(c) for c in candidates})
     finalists = {*by_quick[:FINALISTS], *[c for c in by_quick if c.is_even][:FINALISTS]}
+    finalists |= {*[c for c in by_quick if not c.divides_vocabulary][:FINALISTS]}
     times = {c: exact(c) for c in sorted(finalists, key=simplicity)}
     order = ranked(times)
     if not order:
@@ -96,9 +106,9 @@ def best_cut(
     return Found(best=best, finalists=tuple(times.items()), num_tried=len(candidates), too_large=too_large)
 
 
-def simplicity(cut: Cut) -> tuple[bool, int, tuple[int, ...], str, tuple[int, ...]]:
+def simplicity(cut: Cut) -> tuple[bool, bool, int, tuple[int, ...], str, tuple[int, ...]]:
     """The sort key of ties; smaller is simpler."""
-    return not cut.is_even, sum(cut.segments), cut.segments, cut.placement, cut.ranks
+    return not cut.is_even, cut.divides_vocabulary, sum(cut.segments), cut.segments, cut.placement, cut.ranks
 
 
 def looks(

@@ -7,12 +7,14 @@ from mmtrain.config.planner import check_memory_limit
 from mmtrain.costs.cost_model import CostModel
 from mmtrain.costs.job_costs import cost_model
 from mmtrain.costs.operators.cluster import Cluster
+from mmtrain.errors import ConfigError, RecipeError
 from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.batching import SubMicrobatch
 from mmtrain.planner.job import Job
 from mmtrain.planner.job_schedule import job_schedule
 from mmtrain.planner.memory.limit import MemoryRule
 from mmtrain.planner.memory.options import MemoryChoices
+from mmtrain.schedule.recipe.instructions import functions_of
 from mmtrain.simulator.partition_choice import Choice, choose_partition
 from mmtrain.simulator.work_size import sub_microbatch_size
 from mmtrain.spec.builders import DTYPE_BYTES, model_spec
@@ -20,6 +22,7 @@ from mmtrain.spec.degrees import check_tensor_degree
 from mmtrain.spec.shapes import check_window
 from mmtrain.spec.spec import ModelSpec
 from mmtrain.spec.vision_shapes import check_patches_split
+from mmtrain.spec.vocabulary import divided_vocabulary
 
 Choose = Callable[[Config, ModelSpec, CostModel, SubMicrobatch], Choice]
 """How a job's partition is chosen; arguments as of `choose_partition`."""
@@ -32,8 +35,14 @@ def make_job(config: Config, choose: Choose = choose_partition) -> Job:
     The memory that a process takes in addition to tensors is not known yet and counts as 0 bytes.
 
     Args: config: of pipelines of one depth (`of_pipeline`). choose: the partition, that of a simulated baseline.
-    Raises: ConfigError: a model that cannot be built or cut, or a limit that leaves nothing for activations.
+    Raises: ConfigError: a model that cannot be built or cut, or a limit that leaves nothing for activations; an elastic
+        job, which has another layout for each number of nodes.
     """
+    if config.elastic.enable:
+        raise ConfigError(
+            "elastic.enable = true: the pipelines of this job follow from its nodes; to look at one layout, set it to "
+            "false and name the layout by parallelism.pipelines"
+        )
     assert not config.parallelism.pipelines, "each pipeline has a job of its own"
     spec = job_spec(config)
     schedule = job_schedule(config)
@@ -43,6 +52,12 @@ def make_job(config: Config, choose: Choose = choose_partition) -> Job:
     costs = cost_model(config, spec)
     sub_microbatch = sub_microbatch_size(config, spec, costs)
     choice = choose(config, spec, costs, sub_microbatch)
+    if choice.spec is not spec:
+        spec, costs = choice.spec, cost_model(config, choice.spec)
+    try:
+        functions_of(schedule.instructions, choice.partition.modules)
+    except RecipeError as error:
+        raise ConfigError(f"{schedule.name}: {error}") from error
     budget = MemoryRule.of(config).budget(spec, choice.partition)
     budget.check()
     return Job(
@@ -72,11 +87,17 @@ def check_nodes(config: Config) -> None:
 def job_spec(config: Config) -> ModelSpec:
     """The model of a job, which its degrees of parallelism divide. The job's schedule is not read.
 
+    Where the partition search decides about the vocabulary, it is the model before that, see `Job.spec`.
+
     Raises: ConfigError: it cannot be built or divided.
     """
     check_degrees(config)
     check_window(config.model, config.training.seq_len)
-    return model_spec(config.model, dtype_bytes=DTYPE_BYTES[config.training.mixed_precision_param])
+    spec = model_spec(config.model, dtype_bytes=DTYPE_BYTES[config.training.mixed_precision_param])
+    section = config.parallelism
+    if section.vocabulary_parallel != "pipeline" or section.pipeline_parallel_degree == 1:
+        return spec
+    return divided_vocabulary(spec, section.pipeline_parallel_degree, section.tensor_parallel_degree)
 
 
 def check_degrees(config: Config) -> None:

@@ -6,32 +6,28 @@ Sources: DIP, arXiv:2504.14145, sections 4 and 7.1, which names the mixed partit
 parameters, and nnScaler's (Lin et al., OSDI 2024) by time.
 """
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
-from typing import NoReturn
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
+from typing import Any
 
 from mmtrain.config.config import Config
 from mmtrain.config.model import section_of
 from mmtrain.costs.cost_model import CostModel
 from mmtrain.costs.job_costs import cost_model
 from mmtrain.errors import ConfigError
-from mmtrain.modality.typical import reference_sizes
 from mmtrain.planner.batching import SubMicrobatch
 from mmtrain.planner.job_schedule import job_schedule
 from mmtrain.planner.memory.limit import MemoryRule
-from mmtrain.planner.partition.partition import Partition, Placed, divide_ranks, mixed_partition, partition
+from mmtrain.planner.partition.partition import Partition, mixed_partition
+from mmtrain.simulator import cuts
 from mmtrain.simulator.cut_search import CHAIN_WORTH, Cut, Found, best_cut, looks, simplicity
 from mmtrain.simulator.typical_iterations import TypicalIterations
 from mmtrain.simulator.work_size import sub_microbatch_size
 from mmtrain.spec.spec import ModelSpec
-
-PLACEMENTS: tuple[Placed, ...] = ("parallel", "colocated")
-"""Of modules that do not reach every rank."""
-MOST_SEGMENTS = 4
-"""The largest K that the search tries."""
+from mmtrain.spec.vocabulary import divided_vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +35,8 @@ class Choice:
     """A job's partition, and how it was chosen."""
 
     partition: Partition
+    spec: ModelSpec
+    """The model that it cuts: that of the config, or the one whose vocabulary a search divides."""
     summary: str = ""
     """How it was chosen, for the log; empty if the config determines it."""
 
@@ -82,274 +80,179 @@ def choose_partition(config: Config, spec: ModelSpec, costs: CostModel, sub_micr
             'baseline of `mmtrain simulate` alone; set "spread", "parallel", "colocated" or "search"'
         )
     if placement == "parallel" or placement == "colocated":
-        weights = placing_weights(config, spec, costs, sub_microbatch)
-        cut = _placed_cut(config, spec, placement, weights)
-        placed = _placed(config, spec, cut, weights)
-        return Choice(partition=placed, summary=f"partition: modules {placement}, {_ranks_text(cut, spec)}")
+        weights = cuts.placing_weights(config, spec, costs, sub_microbatch)
+        cut = cuts.placed_cut(config, spec, placement, weights)
+        placed = cuts.placed_partition(config, spec, cut, weights)
+        return Choice(
+            partition=placed, spec=spec, summary=f"partition: modules {placement}, {cuts.ranks_text(cut, spec)}"
+        )
     if how == "mixed-parameters" or how == "mixed-latency":
         return _mixed(config, spec, costs, sub_microbatch)
     if how == "search":
         choice = _searched(config, spec, costs, sub_microbatch)
         if choice is not None:
             return choice
-    return Choice(partition=_separated(config, spec, _given_segments(config)))
-
-
-# ---------------------------------------------------------------------------------------------- placed
-
-
-def _groups(spec: ModelSpec, placement: Placed) -> list[list[str]]:
-    """The modules that share ranks, in the order of their ranks."""
-    modules = [module for module in spec.modules if not module.is_whole]
-    if placement == "parallel":
-        return [[module.name] for module in modules]
-    wholes = {module.name for module in spec.modules if module.is_whole}
-    readers = [module.name for module in modules if not set(module.after) - wholes]
-    return [readers, *([module.name] for module in modules if module.name not in readers)]
-
-
-def _placed_cut(config: Config, spec: ModelSpec, placement: Placed, weights: Mapping[str, Sequence[float]]) -> Cut:
-    """The ranks of each group of modules for which the most loaded rank has least. Errors: see `_no_ranks`."""
-    groups, segments = _groups(spec, placement), _placed_segments(config)
-    sections = config.model.cut_modules
-    given = {name: section.ranks for name, section in sections.items()}
-    num_ranks = config.parallelism.pipeline_parallel_degree
-    ranks = divide_ranks(weights, groups, segments, num_ranks, given)
-    if ranks is None:
-        _no_ranks(spec, groups, segments, num_ranks, given)
-    return Cut(tuple(segments.values()), placement=placement, ranks=ranks)
-
-
-def placing_weights(
-    config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch: SubMicrobatch
-) -> Mapping[str, Sequence[float]]:
-    """Module -> [layer] -> forward and backward: seconds, or FLOPs if no workload can be drawn for the model."""
-    try:
-        return TypicalIterations.draw(config, spec, costs, sub_microbatch).layer_seconds()
-    except ConfigError:
-        sizes = reference_sizes(spec, config.training.seq_len)
-        return {m.name: [flops.total for flops in spec.layer_flops(m.name, sizes[m.name])] for m in spec.modules}
-
-
-def _placed_segments(config: Config) -> dict[str, int]:
-    """K of each module on ranks of its own."""
-    return {name: count or job_schedule(config).least_passes for name, count in _given_segments(config).items()}
-
-
-def _placed(config: Config, spec: ModelSpec, cut: Cut, weights: Mapping[str, Sequence[float]]) -> Partition:
-    ends = list(itertools.accumulate(cut.ranks, initial=0))
-    ranges = itertools.starmap(range, itertools.pairwise(ends))
-    return partition(
-        spec,
-        config.parallelism.pipeline_parallel_degree,
-        {name: 0 if _layouts(config)[name] else count for name, count in _placed_segments(config).items()},
-        reference_sizes(spec, config.training.seq_len),
-        layouts=_layouts(config),
-        placed=cut.placement,
-        ranks={name: own for group, own in zip(_groups(spec, cut.placement), ranges, strict=True) for name in group},
-        weights=weights,
-    )
-
-
-def _ranks_text(cut: Cut, spec: ModelSpec) -> str:
-    groups = zip(_groups(spec, cut.placement), cut.ranks, strict=True)
-    return ", ".join(f"{' and '.join(group)} on {n} rank{'s' * (n > 1)}" for group, n in groups)
-
-
-def _no_ranks(
-    spec: ModelSpec,
-    groups: Sequence[Sequence[str]],
-    segments: Mapping[str, int],
-    num_ranks: int,
-    given: Mapping[str, int],
-) -> NoReturn:
-    said = [f"{section_of(name)}.ranks = {count}" for name, count in given.items() if count]
-    needs = [
-        f"{' and '.join(group)} at least 1 and at most {min(len(spec.module(m).layers) // segments[m] for m in group)}"
-        for group in groups
-    ]
-    raise ConfigError(
-        f"{', '.join(said) or 'planner.placement'}: parallelism.pipeline_parallel_degree = {num_ranks} pipeline ranks "
-        f"cannot be divided so; {', '.join(needs)}, and they must add up to {num_ranks}; change them, or leave "
-        "`ranks` out"
-    )
-
-
-def _placed_cuts(config: Config, spec: ModelSpec, weights: Mapping[str, Sequence[float]]) -> list[Cut]:
-    """For each placement the best numbers of ranks, and those with one rank moved from a group to another."""
-    cuts: dict[Cut, None] = {}
-    segments, num_ranks = _placed_segments(config), config.parallelism.pipeline_parallel_degree
-    for placement in PLACEMENTS:
-        groups = _groups(spec, placement)
-        best = divide_ranks(weights, groups, segments, num_ranks, {})
-        if best is None or (placement == "colocated" and groups == _groups(spec, "parallel")):
-            continue
-        moves = [best]
-        for source, target in itertools.permutations(range(len(best)), 2):
-            moved = list(best)
-            moved[source], moved[target] = moved[source] - 1, moved[target] + 1
-            moves.append(tuple(moved))
-        for ranks in moves:
-            fit = (
-                n > 0 and all(n * segments[name] <= len(spec.module(name).layers) for name in group)
-                for n, group in zip(ranks, groups, strict=True)
-            )
-            if all(fit):
-                cuts[Cut(tuple(segments.values()), placement=placement, ranks=ranks)] = None
-    return list(cuts)
-
-
-# ------------------------------------------------------------------------------------------- separated
-
-
-def _given_segments(config: Config) -> dict[str, int]:
-    """K of each module that can be cut, as the config gives it, else the schedule; 0: left open."""
-    by_schedule = job_schedule(config).segments
-    default = by_schedule.get("", 0)
-    return {
-        name: section.num_segments or (0 if section.pipeline_layout else by_schedule.get(name, default))
-        for name, section in config.model.cut_modules.items()
-    }
-
-
-def _layouts(config: Config) -> dict[str, str]:
-    return {name: section.pipeline_layout for name, section in config.model.cut_modules.items()}
-
-
-def _separated(config: Config, spec: ModelSpec, segments: Mapping[str, int]) -> Partition:
-    """The separated partition with the K of each module; 0: by DIP's rule, raised to what the schedule needs."""
-    sizes, layouts = reference_sizes(spec, config.training.seq_len), _layouts(config)
-    num_ranks = config.parallelism.pipeline_parallel_degree
-    schedule = job_schedule(config)
-    separated = partition(spec, num_ranks, segments, sizes, schedule.placement, layouts)
-    num_chunks = sum(len(separated.of_module(module.name)) for module in spec.modules if not module.is_whole)
-    missing = schedule.least_passes - num_chunks // num_ranks
-    text = spec.text.name
-    if missing > 0 and not segments[text] and not layouts[text]:
-        return partition(spec, num_ranks, {**segments, text: 1 + missing}, sizes, schedule.placement, layouts)
-    if missing > 0:
-        key = f"{section_of(text)}.num_segments = {segments[text]}"
-        if layouts[text]:
-            key = f"{section_of(text)}.pipeline_layout = {layouts[text]!r}"
-        _refuse_few_passes(config, key, schedule.least_passes - missing)
-    return separated
-
-
-def _refuse_few_passes(config: Config, key: str, passes: int) -> None:
-    raise ConfigError(
-        f'parallelism.pipeline_parallel_schedule = "{config.parallelism.pipeline_parallel_schedule}" needs at least '
-        f"{job_schedule(config).least_passes} chunks on each pipeline rank, but {key} makes {passes}; raise it, leave "
-        "it out, or choose another schedule"
-    )
+    return Choice(partition=cuts.separated_partition(config, spec, cuts.given_segments(config)), spec=spec)
 
 
 # --------------------------------------------------------------------------------------------- searched
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Candidates:
+    """The cuts of a model, whole or with its vocabulary divided."""
+
+    config: Config
+    spec: ModelSpec
+    costs: CostModel
+    sub_microbatch: SubMicrobatch
+
+    def draw(self, **how: Any) -> TypicalIterations:
+        """Typical iterations. Arguments and errors: see `TypicalIterations.draw`."""
+        return TypicalIterations.draw(self.config, self.spec, self.costs, self.sub_microbatch, **how)
+
+    @cached_property
+    def typical(self) -> TypicalIterations:
+        """As many as are drawn. Errors: see `TypicalIterations.draw`."""
+        return self.draw()
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The modules that are cut."""
+        return [module.name for module in self.spec.modules if module.pp_rank is None]
+
+    @cached_property
+    def weights(self) -> Mapping[str, Sequence[float]]:
+        """Module -> [layer] -> seconds of typical iterations."""
+        return self.typical.layer_seconds()
+
+    @cached_property
+    def cuts(self) -> list[Cut]:
+        """All cuts but those of placed modules."""
+        found = [*cuts.separated_cuts(self.config, self.spec), *cuts.chains(self.config, self.spec)]
+        return self._marked(found)
+
+    @cached_property
+    def placed_cuts(self) -> list[Cut]:
+        """The cuts of placed modules, if the placement is searched."""
+        return self._marked(cuts.placed_cuts(self.config, self.spec, self.weights)) if _places(self.config) else []
+
+    def partition(self, cut: Cut) -> Partition:
+        """The partition of one of the cuts."""
+        if cut.placement:
+            return cuts.placed_partition(self.config, self.spec, cut, self.weights)
+        if cut.is_chain:
+            num_ranks, placement = self.config.parallelism.pipeline_parallel_degree, job_schedule(self.config).placement
+            return mixed_partition(self.spec, num_ranks, cut.segments[0], self.weights, placement)
+        return cuts.separated_partition(self.config, self.spec, dict(zip(self.names, cut.segments, strict=True)))
+
+    def _marked(self, found: list[Cut]) -> list[Cut]:
+        return [replace(cut, divides_vocabulary=self.spec.divides_vocabulary) for cut in found]
+
+
+def _candidates(
+    config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch: SubMicrobatch
+) -> dict[bool, _Candidates]:
+    """Whether the vocabulary is divided -> the cuts. Each alone, unless parallelism.vocabulary_parallel is searched."""
+    specs, parallelism = [spec], config.parallelism
+    if parallelism.vocabulary_parallel == "search" and parallelism.pipeline_parallel_degree > 1:
+        with suppress(ConfigError):  # more parts than tokens
+            specs.append(
+                divided_vocabulary(spec, parallelism.pipeline_parallel_degree, parallelism.tensor_parallel_degree)
+            )
+    return {
+        one.divides_vocabulary: _Candidates(
+            config=config,
+            spec=one,
+            costs=costs if one is spec else cost_model(config, one),
+            sub_microbatch=sub_microbatch,
+        )
+        for one in specs
+    }
+
+
+def _places(config: Config) -> bool:
+    """Whether the search tries modules on ranks of their own."""
+    return config.planner.placement == "search" and job_schedule(config).placement != "v"
+
+
 def _searched(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch: SubMicrobatch) -> Choice | None:
     """The choice of a search; None: the config determines the partition, or a search is not possible."""
-    memory = MemoryRule.of_device(config)
-    separated_cuts, chains = _separated_cuts(config, spec), _chains(config, spec)
-    num_ranks, placement = config.parallelism.pipeline_parallel_degree, job_schedule(config).placement
-    searches_placement = config.planner.placement == "search" and placement != "v"
-    left_open = any(_open(config).values()) or searches_placement
-    if not (separated_cuts or chains) or not left_open:
+    models = _candidates(config, spec, costs, sub_microbatch)
+    tried = [cut for model in models.values() for cut in model.cuts]
+    is_open = any(cuts.open_modules(config).values()) or _places(config) or len(models) > 1
+    if not tried or not is_open:
         return None
-    names = [module.name for module in spec.modules if not module.is_whole]
 
-    def separated(cut: Cut) -> Partition:
-        return _separated(config, spec, dict(zip(names, cut.segments, strict=True)))
+    def choice(cut: Cut, summary: str = "") -> Choice:
+        model = models[cut.divides_vocabulary]
+        return Choice(partition=model.partition(cut), spec=model.spec, summary=summary)
 
-    if num_ranks == 1 or (
-        len(separated_cuts) == 1 and not chains and not searches_placement
-    ):  # on one rank, all cuts take the same time
-        return Choice(partition=separated(min(separated_cuts, key=simplicity)))
-    draw = partial(TypicalIterations.draw, config, spec, costs, sub_microbatch)
+    is_alone = len(tried) == 1 and not tried[0].is_chain and not _places(config)
+    if config.parallelism.pipeline_parallel_degree == 1 or is_alone:  # on one rank, all cuts take the same time
+        return choice(min(tried, key=simplicity))
     try:
-        typical = draw()
+        found = _found(config, models)
     except ConfigError:  # the encoder does not read images: there is no workload for it
         return None
-    weights = typical.layer_seconds() if chains or searches_placement else {}
-    cuts = [*separated_cuts, *chains, *(_placed_cuts(config, spec, weights) if searches_placement else [])]
+    return choice(found.best, _summary(found, models[found.best.divides_vocabulary])) if found else None
+
+
+def _found(config: Config, models: Mapping[bool, _Candidates]) -> Found | None:
+    """The best cut; None: none has a plan. Raises: ConfigError: typical iterations cannot be drawn."""
+    tried = [cut for model in models.values() for cut in model.cuts]
+    tried += [cut for model in models.values() for cut in model.placed_cuts]
 
     @cache
     def partition_for(cut: Cut) -> Partition:
-        if cut.placement:
-            return _placed(config, spec, cut, weights)
-        if cut.is_chain:
-            return mixed_partition(spec, num_ranks, cut.segments[0], weights, placement)
-        return separated(cut)
+        return models[cut.divides_vocabulary].partition(cut)
+
+    def drawn(**how: Any) -> dict[bool, TypicalIterations]:
+        return {divides: model.draw(**how) for divides, model in models.items()}
+
+    # Division adds candidates, and does not change how closely each is looked at.
+    first = next(iter(models.values()))
+    num_ranks, typical = config.parallelism.pipeline_parallel_degree, first.typical
 
     def judging_s(iterations: TypicalIterations) -> list[float]:
-        return [iterations.judging_s(partition_for(cut)) for cut in cuts]
+        own = [cut for cut in tried if models[cut.divides_vocabulary] is first]
+        return [iterations.judging_s(partition_for(cut)) for cut in own]
 
-    rates = judging_s(draw(is_quick=True)), judging_s(typical)
+    rates = judging_s(first.draw(is_quick=True)), judging_s(typical)
     quick_microbatches, exact_microbatches = looks(num_ranks, typical.num_microbatches, *rates, typical.rank_s)
-    exact = draw(most_microbatches=exact_microbatches)
+    quick = drawn(most_microbatches=quick_microbatches, is_quick=True)
+    exact = drawn(most_microbatches=exact_microbatches)
+    memory = MemoryRule.of_device(config)
 
-    def seconds(iterations: TypicalIterations, cut: Cut) -> float:
-        return iterations.seconds(partition_for(cut), within=None if cut.is_even else memory)
+    def seconds(iterations: Mapping[bool, TypicalIterations], cut: Cut) -> float:
+        within = None if cut.is_even else memory
+        return iterations[cut.divides_vocabulary].seconds(partition_for(cut), within=within)
 
     @cache
     def peak_bytes(cut: Cut) -> float:
-        return exact.peak_bytes(partition_for(cut))
+        return exact[cut.divides_vocabulary].peak_bytes(partition_for(cut))
+
+    is_mixed = any(len(model.names) > 1 for model in models.values())
 
     def fits(chain: Cut, instead: Cut) -> bool:
         # A V-shaped schedule has its own order on a chain alone, and with it the memory that it is known for.
-        is_known = memory.limit_bytes is not None or placement == "v"
-        return is_known or peak_bytes(chain) <= peak_bytes(instead)
+        is_known = memory.limit_bytes is not None or job_schedule(config).placement == "v"
+        return is_known or not is_mixed or peak_bytes(chain) <= peak_bytes(instead)
 
-    quick = draw(most_microbatches=quick_microbatches, is_quick=True)
-    margin = 0.0 if searches_placement else CHAIN_WORTH
-    result = best_cut(cuts, partial(seconds, quick), partial(seconds, exact), fits, margin)
-    if result is None:
-        return None
-    return Choice(partition=partition_for(result.best), summary=_summary(result, names, spec))
+    margin = CHAIN_WORTH if is_mixed and not _places(config) else 0.0
+    return best_cut(tried, partial(seconds, quick), partial(seconds, exact), fits, margin)
 
 
-def _open(config: Config) -> dict[str, bool]:
-    """Module -> whether it has neither a K nor a layout."""
-    layouts = _layouts(config)
-    return {name: not count and not layouts[name] for name, count in _given_segments(config).items()}
-
-
-def _separated_cuts(config: Config, spec: ModelSpec) -> list[Cut]:
-    """Cuts that the numbers of layers and the schedule allow; a module with a layout keeps its configured K."""
-    segments, left_open = _given_segments(config), _open(config)
-    ranges = []
-    for module in (module for module in spec.modules if not module.is_whole):
-        allowed = _passes(config, 1, len(module.layers))
-        ranges.append(allowed if left_open[module.name] else [segments[module.name]])
-    combinations = list(itertools.product(*ranges))
-    layouts = any(_layouts(config).values())  # which may make any number of passes
-    return [Cut(c) for c in combinations if layouts or sum(c) >= job_schedule(config).least_passes]
-
-
-def _chains(config: Config, spec: ModelSpec) -> list[Cut]:
-    """The chains that the numbers of layers and the schedule allow, if no module has a K or a layout."""
-    num_ranks = config.parallelism.pipeline_parallel_degree
-    several = num_ranks > 1 and len(spec.modules) > 1
-    if not several or not all(_open(config).values()):
-        return []
-    num_layers = sum(len(module.layers) for module in spec.modules)
-    return [Cut((passes,), is_chain=True) for passes in _passes(config, job_schedule(config).least_passes, num_layers)]
-
-
-def _passes(config: Config, least: int, num_layers: int) -> list[int]:
-    """The numbers of segments into which the schedule lets layers be cut."""
-    largest = min(MOST_SEGMENTS, num_layers // config.parallelism.pipeline_parallel_degree)
-    is_v = job_schedule(config).placement == "v"
-    return [passes for passes in range(least, largest + 1) if passes == 2 or not is_v]
-
-
-def _summary(search: Found, names: Sequence[str], spec: ModelSpec) -> str:
+def _summary(search: Found, model: _Candidates) -> str:
     segments = search.best.segments
     if search.best.placement:
-        chosen = f"modules {search.best.placement}, {_ranks_text(search.best, spec)}"
+        chosen = f"modules {search.best.placement}, {cuts.ranks_text(search.best, model.spec)}"
     elif search.best.is_chain:
-        chosen = f"one chain of all modules, {segments[0]} on each rank"
+        what = "one chain of all modules" if len(model.names) > 1 else f"{model.names[0]} cut by time"
+        chosen = f"{what}, {segments[0]} on each rank"
     else:
-        chosen = ", ".join(f"{name} {count}" for name, count in zip(names, segments, strict=True)) + " segments"
+        chosen = ", ".join(f"{name} {count}" for name, count in zip(model.names, segments, strict=True)) + " segments"
+    chosen += ", vocabulary divided" * search.best.divides_vocabulary
     tried = ", ".join(f"{cut}: {seconds:.4g} s" for cut, seconds in search.finalists if seconds < math.inf)
     too_large = "".join(f"; {cut} takes more memory" for cut in search.too_large)
     return (
@@ -364,9 +267,9 @@ def _summary(search: Found, names: Sequence[str], spec: ModelSpec) -> str:
 def _mixed(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch: SubMicrobatch) -> Choice:
     """All modules cut as one chain into parts of equal parameters or of equal seconds."""
     how, schedule = config.planner.partition, job_schedule(config)
-    passes = _given_segments(config)[spec.text.name]
+    passes = cuts.given_segments(config)[spec.text.name]
     if 0 < passes < schedule.least_passes:
-        _refuse_few_passes(config, f"{section_of(spec.text.name)}.num_segments = {passes}", passes)
+        cuts.refuse_few_passes(config, f"{section_of(spec.text.name)}.num_segments = {passes}", passes)
     if how == "mixed-parameters":
         weights: Mapping[str, Sequence[float]] = {m.name: [x.num_params for x in m.layers] for m in spec.modules}
     else:
@@ -374,7 +277,9 @@ def _mixed(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch: Su
     num_ranks = config.parallelism.pipeline_parallel_degree
     passes = passes or (2 if schedule.placement == "v" else schedule.least_passes)
     cut = mixed_partition(spec, num_ranks, passes, weights, schedule.placement)
-    return Choice(partition=cut, summary=f"partition: {how}, one chain of all modules, {passes} on each rank")
+    return Choice(
+        partition=cut, spec=spec, summary=f"partition: {how}, one chain of all modules, {passes} on each rank"
+    )
 
 
 def _typical_layer_seconds(

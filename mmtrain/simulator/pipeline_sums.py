@@ -95,7 +95,7 @@ def _layer_elements(partition: Partition, spec: ModelSpec, sharding: Sharding) -
     for stage in partition.stages:
         for index, layer in enumerate(spec.module(stage.module).layers[slice(*stage.layers)], stage.layers[0]):
             state = sharding.stage_state(spec, replace(stage, layers=(index, index + 1)))
-            if layer.num_trainable_params:
+            if state.num_trainable:
                 tied = layer.num_shared_params / layer.num_trainable_params if layer.adapters is None else 0.0
                 found[stage.module, index] = (1 - tied) * state.num_trainable / state.shards
     return found
@@ -110,7 +110,6 @@ def _layer_holders(
         for stage in partition.stages:
             for index in range(*stage.layers):
                 found.setdefault((stage.module, index), []).append((pipeline, stage.index))
-    if spec.tied_embeddings:
-        name, last = spec.text.name, len(spec.text.layers) - 1
-        found[name, 0] += found[name, last]
+    for embed, head in spec.ties:
+        found[embed] += found[head]
     return {layer: tuple(sorted(set(held))) for layer, held in found.items()}

@@ -20,7 +20,8 @@ from mmtrain.planner.job_schedule import job_schedule
 from mmtrain.planner.partition.partition import Partition, partition
 from mmtrain.schedule.graph import ModuleStages, Work
 from mmtrain.schedule.problem import Option, PlanningProblem
-from mmtrain.simulator.partition_choice import Choice, placing_weights
+from mmtrain.simulator.cuts import placing_weights
+from mmtrain.simulator.partition_choice import Choice
 from mmtrain.spec.spec import ModelSpec
 from mmtrain.spec.work_size import ZERO_WORK
 
@@ -43,7 +44,9 @@ def replicated_choice(config: Config, spec: ModelSpec, costs: CostModel, sub_mic
     passes = config.model.cut_modules[spec.text.name].num_segments or schedule.least_passes
     weights = placing_weights(config, spec, costs, sub_microbatch)
     parts = replicated_partition(spec, config.parallelism.pipeline_parallel_degree, passes, weights)
-    return Choice(partition=parts, summary="partition: encoders replicated on all ranks of the language model")
+    return Choice(
+        partition=parts, spec=spec, summary="partition: encoders replicated on all ranks of the language model"
+    )
 
 
 def replicated_partition(

@@ -68,7 +68,11 @@ def shrink(config: Config, *, seq_len: int = SEQ_LEN) -> Shrunk:
         model=model,
         data=small_data(config.data, model),
         training=training,
-        parallelism=replace(parallelism, context_parallel_block_size=min(parallelism.context_parallel_block_size, 32)),
+        parallelism=replace(
+            parallelism,
+            context_parallel_block_size=min(parallelism.context_parallel_block_size, 32),
+            vocabulary_parallel="pipeline" if job.spec.divides_vocabulary else "tensor",  # also if it was searched
+        ),
         planner=_planner(config.planner, job.partition),
         assignment=replace(config.assignment, samples_per_step=0),  # as many as fit into the small microbatches
         validation=ValidationConfig(),

@@ -67,8 +67,11 @@ class Question:
 
     @property
     def counted(self) -> str:
-        """The units of a microbatch: clips or images, or items of several encoders."""
-        return "clips" if self.config.model.reads_clips else "items" if self.config.model.modules else "images"
+        """The units of a microbatch: clips, pairs or images, or items of several encoders."""
+        model = self.config.model
+        return (
+            "clips" if model.reads_clips else "pairs" if model.reads_pairs else "items" if model.modules else "images"
+        )
 
     @property
     def simulated_replicas(self) -> int:

@@ -70,7 +70,9 @@ def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def _most_tokens(config: Config) -> str:
-    return "" if config.model.reads_clips else f" of up to {config.training.seq_len} tokens"
+    if config.model.reads_clips or config.model.reads_pairs:
+        return ""
+    return f" of up to {config.training.seq_len} tokens"
 
 
 def _row(answer: Answer, machine: Machine, shape: JobLayout) -> tuple[str, ...]:

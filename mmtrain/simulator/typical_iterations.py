@@ -29,7 +29,7 @@ from mmtrain.planner.search_settings import search_options
 from mmtrain.schedule.library.catalogue import Schedule
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.timeline import Timeline
-from mmtrain.simulator.workloads import VIDEO_CAPTIONS, draw
+from mmtrain.simulator.workloads import PAIRS, VIDEO_CAPTIONS, draw
 from mmtrain.spec.recomputation import Recomputation
 from mmtrain.spec.spec import ModelSpec, ModuleSpec
 from mmtrain.spec.work_size import WorkSize
@@ -54,7 +54,7 @@ options, by one plan of a schedule in Python. Constants, so that all ranks give 
 
 def usual_workload(config: Config) -> str:
     """Name of the workload that represents a job's data, if nothing is known about them."""
-    return VIDEO_CAPTIONS if config.model.reads_clips else WORKLOAD
+    return VIDEO_CAPTIONS if config.model.reads_clips else PAIRS if config.model.reads_pairs else WORKLOAD
 
 
 @dataclass(frozen=True, kw_only=True)

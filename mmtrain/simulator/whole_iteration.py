@@ -271,7 +271,7 @@ class IterationSimulator:
         batching, problem = self._problem(job, meta)
         result = make_plan(problem, self._method(job, seed))
         if not result.has_plan:
-            raise PlanError(too_tight(problem, job.section) or result.message)
+            raise PlanError(too_tight(problem, job.section, job.spec) or result.message)
         flops = sum(module_flops.total for module_flops in job.flops(batching).values())
         parts = self._parts(pipeline, meta, problem, result.plan, result.timeline, flops)
         num_deferred = without_deferral(meta, batching.not_deferred).num_deferred

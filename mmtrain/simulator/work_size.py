@@ -36,6 +36,9 @@ def sub_microbatch_size(config: Config, spec: ModelSpec, costs: CostModel) -> Su
     """
     if spec.counted is None or not config.planner.sub_microbatch:
         return 0
+    if config.model.reads_pairs:
+        captions = config.model.language.sub_microbatch_size
+        return {spec.counted.name: _of_counted(config, spec, costs), spec.text.name: captions}
     if config.model.modules:
         given = {name: section.sub_microbatch_size for name, section in config.model.encoders.items()}
         return given | {name: _of_counted(config, spec, costs) for name in given if name not in config.model.modules}
@@ -80,6 +83,7 @@ def simulated_curve(spec: ModelSpec, costs: CostModel, recomputation: Recomputat
 def _balanced(spec: ModelSpec, bins: Bins, seq_len: int) -> int:
     """The largest number of images with no more FLOPs than a full microbatch of the language model; at least 1."""
     assert spec.counted is not None
-    size, text = bins.work(spec.counted, 1), spec.text.name
+    size, sizes = bins.work(spec.counted, 1), reference_sizes(spec, seq_len)
     image = spec.flops(spec.counted.name, size).total if size else 0
-    return max(1, int(spec.flops(text, reference_sizes(spec, seq_len)[text]).total // image)) if image else 0
+    text = sum(spec.flops(module.name, sizes[module.name]).total for module in spec.text_modules)
+    return max(1, int(text // image)) if image else 0

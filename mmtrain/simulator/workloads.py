@@ -7,7 +7,6 @@ moments of the distributions.
 Sources: DIP, arXiv:2504.14145, sections 2.2, 7.1 and 7.2; OBELICS, arXiv:2306.16527; ScienceQA, arXiv:2209.09513.
 """
 
-import difflib
 import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -15,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mmtrain.errors import ConfigError
+from mmtrain.errors import ConfigError, nearest
 from mmtrain.modality.captioned_clips import video_captions
 from mmtrain.modality.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
 from mmtrain.modality.typical import Bins
@@ -173,12 +172,34 @@ def _interleaved_microbatch(rng: np.random.Generator, bins: Bins, images: int) -
     return [(n, 1 + extra, 0) for n, extra in zip(owned.tolist(), np.diff(ends, prepend=0).tolist(), strict=True)]
 
 
+def pretraining(rng: np.random.Generator, bins: Bins, iteration: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Full microbatches of text whose every token has a label: web documents in a row, cut where a microbatch ends.
+
+    Their lengths are those of `interleaved`, without its images.
+    """
+    remaining: list[int] = []
+    while True:
+        microbatch: list[tuple[int, int, int]] = []
+        room = bins.seq_len
+        while room:
+            remaining = remaining or interleaved(rng, _AT_ONCE).text.tolist()
+            text = min(remaining[-1], room)
+            microbatch.append((0, text, 0))
+            room -= text
+            remaining[-1:] = [remaining[-1] - text] if remaining[-1] > text else []
+        yield microbatch
+
+
+PAIRS = "image_text_pairs"
+"""Name of the workload of two towers, too."""
+
 WORKLOADS: dict[str, Workload] = {
-    "image_text_pairs": packed(image_text_pairs),
+    PAIRS: packed(image_text_pairs),
     "interleaved": packed(interleaved),
     "science_qa": packed(science_qa),
     "mix": packed(mix),
     "rise_and_fall": rise_and_fall,
+    "pretraining": pretraining,
 }
 """Name -> workload of vision-language and language models."""
 
@@ -191,19 +212,23 @@ def draw(name: str, bins: Bins, *, seed: int, iteration: int, replica: int = 0) 
     """
     names = (*WORKLOADS, VIDEO_CAPTIONS)
     if name not in names:
-        near = difflib.get_close_matches(name, names, 1)
+        near = nearest(name, names)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"workload {name!r} does not exist{hint}; choose one of {', '.join(names)}")
     if (name == VIDEO_CAPTIONS) != (bins.clip is not None):
         choices = f"choose {VIDEO_CAPTIONS!r}" if bins.clip else f"choose one of {', '.join(WORKLOADS)}"
         reads = "reads prompts and video clips" if bins.clip else "reads no video clips"
         raise ConfigError(f"workload {name!r} does not go with a model that {reads}; {choices}")
+    if bins.pairs and name != PAIRS:
+        raise ConfigError(f"workload {name!r} does not go with two towers, which read pairs; choose {PAIRS!r}")
     if bins.clip is not None:
         groups = video_captions(bins.num_microbatches, seed=seed, iteration=iteration, replica=replica)
         shape, max_tokens = bins.clip, bins.seq_len
         clips = [tuple(shape.clip(drawn, max_tokens) for drawn in group) for group in groups]
         return IterationMeta(microbatches=tuple(MicrobatchMeta(clips=group) for group in clips))
     rng = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, iteration, replica))))
+    if bins.pairs:
+        return _drawn_pairs(rng, bins)
     endless = WORKLOADS[name](rng, bins, iteration)
     sample, microbatches = 0, []
     for _ in range(bins.num_microbatches):
@@ -212,6 +237,28 @@ def draw(name: str, bins: Bins, *, seed: int, iteration: int, replica: int = 0) 
         sample += len(rows)
         microbatches.append(MicrobatchMeta(documents=documents))
     return IterationMeta(microbatches=tuple(microbatches))
+
+
+def _drawn_pairs(rng: np.random.Generator, bins: Bins) -> IterationMeta:
+    """Full microbatches of pairs with the captions of `image_text_pairs`."""
+    assert bins.grid is not None
+    count = bins.num_microbatches * bins.pairs
+    lengths = (
+        np.full(count, bins.seq_len) if bins.padded else np.minimum(image_text_pairs(rng, count).text, bins.seq_len)
+    )
+    documents = [
+        DocumentMeta(
+            sample=sample,
+            num_tokens=length,
+            num_targets=1,
+            images=(ImageMeta(sample=sample, index=0, grid=bins.grid, num_tokens=0),),
+        )
+        for sample, length in enumerate(lengths.tolist())
+    ]
+    starts = range(0, count, bins.pairs)
+    return IterationMeta(
+        microbatches=tuple(MicrobatchMeta(documents=tuple(documents[start : start + bins.pairs])) for start in starts)
+    )
 
 
 def _document(bins: Bins, sample: int, num_images: int, text: int, prompt: int) -> DocumentMeta:

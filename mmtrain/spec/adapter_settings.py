@@ -9,7 +9,7 @@ from mmtrain.config.model import LoRAConfig
 from mmtrain.config.toml_sections import shown
 from mmtrain.errors import ConfigError
 
-_READ = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "peft_type")
+_READ = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "peft_type")
 """Keys that are read here, in addition to `init_lora_weights`."""
 _WITHOUT_EFFECT = (
     # which layers: the stored names say it
@@ -57,10 +57,17 @@ def check_settings(where: str, stored: Mapping[str, Any], lora: LoRAConfig, laye
     rank, scale = ranks[0], scales[0]
     if rank != lora.rank:
         raise ConfigError(f"{where} has r = {rank}, but model.lora.rank = {lora.rank}; set model.lora.rank = {rank}")
-    if not math.isclose(scale, lora.alpha / lora.rank, rel_tol=1e-6):
+    if not math.isclose(scale, lora.scale, rel_tol=1e-6):
+        divisor = "sqrt(model.lora.rank)" if lora.use_rslora else "model.lora.rank"
         raise ConfigError(
             f"{where} has {_said(stored)}, so its adapters are scaled by {scale:.9g}, but model.lora.alpha / "
-            f"model.lora.rank = {lora.alpha / lora.rank:.9g}; set model.lora.alpha = {float(f'{scale * rank:.9g}')}"
+            f"{divisor} = {lora.scale:.9g}; set model.lora.alpha = {float(f'{scale / lora.scale * lora.alpha:.9g}')}"
+        )
+    if bool(stored.get("use_dora")) != lora.use_dora:
+        theirs = shown(bool(stored.get("use_dora")))
+        raise ConfigError(
+            f"{where} has use_dora = {theirs}, but model.lora.use_dora = {shown(lora.use_dora)}; set "
+            f"model.lora.use_dora = {theirs}"
         )
 
 

@@ -14,12 +14,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from mmtrain.config.model import ModelConfig
+from mmtrain.config.model import ModelConfig, projector_name
 from mmtrain.families.catalogue import PROJECTORS
 from mmtrain.families.shapes import WINDOWED, LanguageShape, VisionShape
+from mmtrain.spec.contrast import contrast_module
 from mmtrain.spec.dit_layers import dit_module
 from mmtrain.spec.layer import LayerSpec, Replaced, WholeBytes
-from mmtrain.spec.linears import Linear, adapted_linears, block_linears, linear_width, whole_width, with_adapters
+from mmtrain.spec.linears import (
+    Linear,
+    adapted_linears,
+    block_linears,
+    linear_width,
+    projector_linears,
+    trained_blocks,
+    whole_width,
+    with_adapters,
+)
 from mmtrain.spec.modules import projection_of
 from mmtrain.spec.shapes import dit_shape, language_shape
 from mmtrain.spec.spec import ModelSpec, ModuleSpec
@@ -59,6 +69,10 @@ def model_spec(model: ModelConfig, *, dtype_bytes: int = 4) -> ModelSpec:
     modules.append(_language_module(model, language, dtype_bytes))
     if model.dit is not None:
         modules.append(dit_module(model, dit_shape(model), dtype_bytes))
+    if model.contrast is not None:
+        images, captions = modules
+        width = captions.layers[-1].output_width
+        modules.append(contrast_module(model.contrast, (images.name, captions.name), width))
     return ModelSpec(modules=tuple(modules), tied_embeddings=language.tied)
 
 
@@ -81,25 +95,29 @@ def _vae_module(shape: VaeShape, e: int) -> ModuleSpec:
             ),
         ),
         frames_per_latent=shape.scale.frames,
+        pp_rank=0,
         is_whole=True,
     )
 
 
 def _vision_module(model: ModelConfig, name: str, shape: VisionShape, e: int) -> ModuleSpec:
     D, taps = shape.width, shape.taps
-    trainable = model.encoders[name].trainable is True  # with LoRA only the blocks' adapters train
+    section, trained, adapted = model.encoders[name], trained_blocks(model, name), adapted_linears(model, name)
+    trainable = section.trainable is True and not section.trainable_layers  # with LoRA only the blocks' adapters train
 
     def block(index: int) -> LayerSpec:
-        kind = shape.block_kind(index)
-        bare = replace(_encoder_block(shape, kind, trainable=trainable, e=e), name=f"blocks.{index}")
-        return with_adapters(bare, shape, adapted_linears(model, name), rank=model.lora.rank, dtype_bytes=e)
+        kind, trains = shape.block_kind(index), section.trainable is True and index in trained
+        bare = replace(_encoder_block(shape, kind, trainable=trains, e=e), name=f"blocks.{index}")
+        if index not in trained:
+            return bare
+        return with_adapters(bare, block_linears(shape), adapted, model.lora, dtype_bytes=e)
 
     embed = _audio_embed if shape.one_row else _patch_embed
     layers = [embed(shape, trainable=trainable, e=e), *(block(index) for index in range(shape.depth))]
     if shape.final_norm:
         of: Literal["row", "output"] = "row" if shape.pool == 1 else "output"  # the backward of a mean reads nothing
         layers.append(_norm_layer(D, 2 * D, _norm_bytes(shape, e) - D * e, trainable=trainable, e=e, of=of))
-    layers.append(_projector(model, name, shape, e=e))
+    layers.append(_pool(shape, trainable=trainable, e=e) if shape.pooling else _projector(model, name, shape, e=e))
     return ModuleSpec(
         name=name,
         consumes="images",
@@ -110,6 +128,7 @@ def _vision_module(model: ModelConfig, name: str, shape: VisionShape, e: int) ->
         pool=shape.pool,
         extra_rows=int(shape.class_token),
         extra_outputs=int(shape.keeps_class_token),
+        pooled=bool(shape.pooling),
         window=shape.window,
         # A tap leaves with the output of its block, which is layer tap + 1, and travels on to the projector.
         carried=(*(sum(tap < index for tap in taps) for index in range(len(layers) - 1)), 0) if taps else (),
@@ -178,16 +197,17 @@ def _projector(model: ModelConfig, name: str, shape: VisionShape, *, e: int) -> 
     taps = len(shape.taps)
     # Of a tap two statistics and the norm's output. The norm's input is also the next block's, which keeps it, or a
     # part of the chunk's input, which is held until its gradient leaves; neither if the encoder is frozen.
-    frozen = model.encoders[name].trainable is False
+    section = model.encoders[name]
+    frozen = section.trainable is False or bool(section.trainable_layers)  # of ranges the most that it may be
     normed += taps * ((1 + frozen) * merged + 2) * e
-    gathered = 0 if frozen else taps * merged * e
+    gathered = 0 if section.trainable is False else taps * merged * e
     mergers = 1 + taps
     linears = [(merged, inner), (inner, width)] if inner else [(merged, width)]
     flops = [2 * inputs * outputs for inputs, outputs in linears]
-    return LayerSpec(
+    projector = LayerSpec(
         name="projector",
         num_params=norm_params + taps * 2 * merged + mergers * sum((i + 1) * o for i, o in linears),
-        trainable=bool(model.projector_of(name).trainable),
+        trainable=model.projector_of(name).trainable is True,
         weight_before_products=norm_params > 0,
         matmul_flops=Rates(output=mergers * sum(flops)),
         inner_flops=Rates(output=mergers * sum(flops[1:])),
@@ -201,6 +221,50 @@ def _projector(model: ModelConfig, name: str, shape: VisionShape, *, e: int) -> 
         whole_bytes=WholeBytes(
             activation=Rates(output=normed), linear=Rates(output=mergers * (merged + width * (inner > 0)) * e)
         ),
+    )
+    each = len(projector_linears(model, name)) // mergers
+    own, adapted = projector_linears(model, name)[:each], adapted_linears(model, projector_name(name))
+    adapted = adapted[: len(adapted) // mergers]
+    return with_adapters(projector, own, adapted, model.lora, dtype_bytes=e, copies=mergers, of="output")
+
+
+def _pool(shape: VisionShape, *, trainable: bool, e: int) -> LayerSpec:
+    """The last layer of a tower of images."""
+    D, I, P = shape.width, shape.mlp_width, shape.embedding_width
+    output = Rates(output=P * e)
+    if shape.pooling == "token":  # norm of the class token, and a projection
+        kept = Rates(output=_norm_bytes(shape, e))
+        return LayerSpec(
+            name="pool",
+            num_params=2 * D + D * P,
+            trainable=trainable,
+            weight_before_products=True,
+            matmul_flops=Rates(output=2 * D * P),
+            activation_bytes=kept,
+            linear_bytes=Rates(output=(D + P) * e),
+            output_bytes=output,
+            output_width=P,
+            output_rows="outputs",
+            whole_bytes=WholeBytes(activation=kept, linear=Rates(output=(D + P) * e)),
+        )
+    # Attention of one query of each image over its rows, a norm, and an MLP. torch projects keys and values at once.
+    mlp = _kept_by_activation(shape.hidden_act) * I * e
+    # The rows, their keys and values, and how much each head attends to them; of each image queries and its output.
+    kept = Rates(row=(3 * D + shape.num_heads) * e, output=3 * D * e + _norm_bytes(shape, e) + mlp)
+    return LayerSpec(
+        name="pool",
+        num_params=D + 4 * D * D + 4 * D + 2 * D + 2 * D * I + I + D,
+        trainable=trainable,
+        matmul_flops=Rates(row=4 * D * D, output=4 * D * D + 4 * D * I),
+        inner_flops=Rates(output=4 * D * D + 4 * D * I),
+        passing_flops=Rates(row=4 * D * D, output=2 * D * D + 4 * D * I),  # queries are a parameter's
+        attention_flops=Rates(row=4 * D),
+        activation_bytes=kept,
+        linear_bytes=Rates(row=3 * D * e, output=(5 * D + 2 * I) * e),
+        output_bytes=output,
+        output_width=P,
+        output_rows="outputs",
+        whole_bytes=WholeBytes(activation=kept, linear=Rates(row=3 * D * e, output=(5 * D + 2 * I) * e)),
     )
 
 
@@ -263,10 +327,12 @@ def _norm_bytes(shape: VisionShape, e: int) -> int:
 
 def _language_module(model: ModelConfig, shape: LanguageShape, e: int) -> ModuleSpec:
     D, V = shape.width, shape.vocab_size
-    trainable = model.language.trainable is True
-    taps = max((len(vision_shape(model, name).taps) for name in model.encoders), default=0)
-    block = _decoder_layer(shape, trainable=trainable, e=e)
-    block = with_adapters(block, shape, adapted_linears(model, "language"), rank=model.lora.rank, dtype_bytes=e)
+    section, trained, adapted = model.language, trained_blocks(model, "language"), adapted_linears(model, "language")
+    trainable = section.trainable is True and not section.trainable_layers
+    taps = 0 if model.reads_pairs else max((len(vision_shape(model, n).taps) for n in model.encoders), default=0)
+    fixed = _decoder_layer(shape, trainable=False, e=e)
+    block = replace(fixed, trainable=section.trainable is True)
+    block = with_adapters(block, block_linears(shape), adapted, model.lora, dtype_bytes=e)
     norm = _FLOAT32 * (D + 1) + 2 * D * e
     head = LayerSpec(
         name="head",
@@ -285,27 +351,51 @@ def _language_module(model: ModelConfig, shape: LanguageShape, e: int) -> Module
     )
     return ModuleSpec(
         name="language",
-        consumes="documents" if model.dit is None else "captions",
+        consumes="captions" if model.reads_clips else "texts" if model.reads_pairs else "documents",
         position_axes=shape.position_axes,
-        after=tuple(model.encoders),
+        after=() if model.reads_pairs else tuple(model.encoders),
         # Features of the j-th tap are added to the output of decoder layer j, which is layer j + 1.
         carried=tuple(max(0, taps - index) for index in range(shape.depth + 2)) if taps else (),
         layers=(
             LayerSpec(
                 name="embed",
-                num_params=V * D,
+                num_params=V * D + (0 if shape.rotary else shape.max_positions * D),
                 trainable=trainable,
                 matmul_flops=Rates(),
                 # Features of taps are held until their gradients leave; of image tokens alone, so this is the most.
-                activation_bytes=Rates(row=_INT64 + taps * D * e),
+                activation_bytes=Rates(row=_INT64 * (1 + (not shape.rotary)) + taps * D * e),
                 output_bytes=Rates(row=D * e),
                 output_width=D,
-                whole_bytes=WholeBytes(activation=Rates(row=_INT64)),
+                whole_bytes=WholeBytes(activation=Rates(row=_INT64 * (1 + (not shape.rotary)))),
                 row_bytes=WholeBytes(activation=Rates(row=taps * D * e)),
             ),
-            *(replace(block, name=f"layers.{i}") for i in range(shape.depth)),
-            _norm_layer(D, D, norm - D * e, trainable=trainable, e=e) if model.dit is not None else head,
+            *(replace(block if i in trained else fixed, name=f"layers.{i}") for i in range(shape.depth)),
+            _embedding(shape, trainable=trainable, e=e)
+            if shape.embedding_width
+            else _norm_layer(D, D, norm - D * e, trainable=trainable, e=e)
+            if model.dit is not None
+            else head,
         ),
+    )
+
+
+def _embedding(shape: LanguageShape, *, trainable: bool, e: int) -> LayerSpec:
+    """The last layer of a tower of texts: the norm of one token of each, and a projection."""
+    D, P = shape.width, shape.embedding_width
+    kept = Rates(output=2 * D * e + 2 * e + _INT64)
+    linear = Rates(output=(D + P) * e)
+    return LayerSpec(
+        name="norm",
+        num_params=2 * D + D * P + P * shape.embedding_bias,
+        trainable=trainable,
+        weight_before_products=True,
+        matmul_flops=Rates(output=2 * D * P),
+        activation_bytes=kept,
+        linear_bytes=linear,
+        output_bytes=Rates(output=P * e),
+        output_width=P,
+        output_rows="outputs",
+        whole_bytes=WholeBytes(activation=kept, linear=linear),
     )
 
 
@@ -334,24 +424,27 @@ def _decoder_layer(shape: LanguageShape, *, trainable: bool, e: int) -> LayerSpe
     """One decoder layer."""
     D, I = shape.width, shape.mlp_width
     C, K = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    params = 2 * D * C + 2 * D * K + 3 * D * I + 2 * D
-    params += (C + 2 * K) * shape.qkv_bias + D * shape.output_bias + (2 * I + D) * shape.mlp_bias
+    inner = 2 if shape.gated_mlp else 1  # linear layers before the inner columns
+    params = 2 * D * C + 2 * D * K + (inner + 1) * D * I + (2 if shape.rms_norm else 4) * D
+    params += (C + 2 * K) * shape.qkv_bias + D * shape.output_bias + (inner * I + D) * shape.mlp_bias
     params += 2 * shape.head_dim * shape.head_norms
-    norms = 2 * (_FLOAT32 * (D + 1) + 2 * D * e)  # float32 input and scale, normed, times weight
-    # Query, key, value; outputs of single documents and their join; log-sum-exp.
-    attention = (C + 2 * K + 2 * C) * e + shape.num_heads * _FLOAT32
+    # Of an RMSNorm float32 input and scale, normed, times weight; else input, two statistics, output.
+    norms = 2 * (_FLOAT32 * (D + 1) + 2 * D * e if shape.rms_norm else 2 * D * e + 2 * e)
+    # Query, key, value; outputs of single documents (of one length: of all at once) and their join; log-sum-exp.
+    attention = (C + 2 * K + (1 if shape.padded else 2) * C) * e + shape.num_heads * _FLOAT32
     if shape.head_norms:  # float32 input and scale of each head, normed
         attention += _FLOAT32 * (C + K + shape.num_heads + shape.num_kv_heads) + (C + K) * e
-    mlp = (_kept_by_activation(shape.hidden_act) + 2) * I * e  # gate, its activation, up, their product
+    # Gated: gate, its activation, up, their product.
+    mlp = (_kept_by_activation(shape.hidden_act) + 2 * shape.gated_mlp) * I * e
     return LayerSpec(
         name="layers",
         num_params=params,
         trainable=trainable,
         weight_before_products=True,
-        matmul_flops=Rates(row=4 * D * C + 4 * D * K + 6 * D * I),
+        matmul_flops=Rates(row=4 * D * C + 4 * D * K + 2 * (inner + 1) * D * I),
         attention_flops=Rates(pair=4 * C),
         activation_bytes=Rates(row=norms + attention + mlp),
-        product_bytes=Rates(row=(C + 2 * K + 2 * D + 2 * I) * e),
+        product_bytes=Rates(row=(C + 2 * K + 2 * D + inner * I) * e),
         linear_bytes=Rates(row=linear_width(block_linears(shape)) * e),
         attention_bytes=Rates(row=C * e + shape.num_heads * _FLOAT32),
         output_bytes=Rates(row=D * e),

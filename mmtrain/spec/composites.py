@@ -4,13 +4,13 @@ A section names such a folder with `pretrained` and takes its own part out of it
 whose config has just a `vision_config`, is none of `COMPOSITES`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mmtrain.config.model import EncoderConfig, FeatureSelect, ProjectorConfig
+from mmtrain.config.model import ContrastConfig, EncoderConfig, FeatureSelect, ProjectorConfig
 from mmtrain.config.toml_sections import shown
 from mmtrain.errors import ConfigError
-from mmtrain.families.catalogue import COMPOSITES, PROJECTORS
+from mmtrain.families.catalogue import COMPOSITES, NETWORKS, PROJECTORS
 from mmtrain.families.composite import Part, Spelling
 from mmtrain.spec.config_values import check_type
 from mmtrain.spec.hub_files import find_file, read_json
@@ -18,7 +18,7 @@ from mmtrain.spec.hub_files import find_file, read_json
 
 def class_name(kind: str) -> str:
     """The class of transformers of a whole model. Args: kind: key of `COMPOSITES`."""
-    return f"{COMPOSITES[kind].class_name}ForConditionalGeneration"
+    return COMPOSITES[kind].model_class
 
 
 def whole_section(where: str) -> str:
@@ -36,7 +36,7 @@ def part_config(where: str, values: Mapping[str, Any]) -> dict[str, Any] | None:
     part = _part(where, values)
     if part is None:
         return None
-    config = values.get(part.config)
+    config = (values.get(part.older) if part.older else None) or values.get(part.config)
     if config is None and part.flat:
         config = {key: value for key, value in values.items() if key not in ("model_type", "vision_config")}
     if not isinstance(config, Mapping):
@@ -56,6 +56,53 @@ def part_spellings(where: str, source: str) -> tuple[Spelling, ...]:
     """
     part = _part(where, _read(where, source))
     return part.spellings if part else ()
+
+
+def spellings_of(where: str, source: str, model_type: str) -> tuple[Spelling, ...]:
+    """How the weights of a section's network may be called in a folder or on the hub, also in a folder of its own."""
+    return part_spellings(where, source) or NETWORKS[model_type].spellings
+
+
+def occurring(on_disk: Collection[str], spellings: Sequence[Spelling]) -> Spelling:
+    """The first spelling that occurs on disk; if none does, that of a module by itself."""
+    found = (s for s in spellings if any(name.startswith(next(iter(s))) for name in on_disk))
+    return next(found, {"": ""})
+
+
+def part_names(on_disk: Collection[str], spelling: Spelling) -> dict[str, str]:
+    """Name in the class of one module -> name on disk, of its part of a larger model."""
+    pairs = ((name, old, new) for name in on_disk for old, new in spelling.items())
+    return {new + name.removeprefix(old): name for name, old, new in pairs if name.startswith(old)}
+
+
+def check_embeds(where: str, source: str, model_type: str, on_disk: Collection[str]) -> None:
+    """Refuses stored weights of a tower without what makes its embedding.
+
+    Args: where: its section. source: folder or hub id. on_disk: the names of all weights there.
+    Raises: ConfigError.
+    """
+    embeds = NETWORKS[model_type].embeds
+    names = part_names(on_disk, occurring(on_disk, spellings_of(where, source, model_type)))
+    if not any(name.startswith(f"{embeds}.") for name in names):
+        raise ConfigError(
+            f"{where}.pretrained = {shown(source)} has no weights of {embeds}, which makes the embedding of a "
+            f'{model_type}; name a folder of a tower with it or of a whole model, or set weights = "random"'
+        )
+
+
+def check_contrast(section: ContrastConfig) -> None:
+    """Refuses stored parameters of another loss. Raises: ConfigError."""
+    if not section.pretrained:
+        return
+    stored = _read("model.contrast", section.pretrained)
+    whole = COMPOSITES.get(str(stored.get("model_type")))
+    loss = whole.loss if whole else stored.get("loss")
+    if loss != section.loss:
+        raise ConfigError(
+            f"model.contrast.pretrained = {shown(section.pretrained)} has "
+            + (f'the parameters of the loss "{loss}", not of "{section.loss}"' if loss else "no parameters of a loss")
+            + "; remove it, for parameters as they are in new models"
+        )
 
 
 class Features(NamedTuple):

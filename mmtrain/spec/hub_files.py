@@ -1,6 +1,5 @@
 """Files that a config names by a local path or by an id on the Hugging Face hub. Pure."""
 
-import difflib
 import json
 import os
 import re
@@ -8,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mmtrain.errors import ConfigError, one_line, shown
+from mmtrain.errors import ConfigError, nearest, one_line, shown
 
 _ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 """Ids on the hub: OWNER/NAME, or NAME."""
@@ -164,7 +163,7 @@ def no_folder(source: str) -> str:
 def near_name(path: Path) -> str:
     """A question with a name similar to that of a path that does not exist; empty if there is none."""
     folder, missing = _nearest_folder(path)
-    near = difflib.get_close_matches(missing, _names(folder), 1)
+    near = nearest(missing, _names(folder))
     return f"did you mean {folder / near[0]}?" if near else ""
 
 

@@ -16,7 +16,9 @@ from mmtrain.config.model import (
     section_of,
 )
 from mmtrain.errors import ConfigError
+from mmtrain.spec.composites import check_contrast, check_embeds
 from mmtrain.spec.hub_files import local_path, read_json
+from mmtrain.spec.modules import families
 from mmtrain.spec.weight_files import STEMS, check_weight_files
 
 MOST_GROWTH = 256
@@ -30,9 +32,14 @@ def check_files(model: ModelConfig, tokenizer: TokenizerConfig) -> None:
 
     Raises: ConfigError: weights or tokenizer are missing, damaged or refused.
     """
+    towers = {section_of(name): kind for name, kind in families(model).items()} if model.reads_pairs else {}
+    if model.contrast is not None:
+        check_contrast(model.contrast)
     for where, source in _folders(model):
         if local_path(f"{where}.pretrained", source):
-            check_weight_files(f"{where}.pretrained", source, STEMS.get(where, "model"))
+            shapes = check_weight_files(f"{where}.pretrained", source, STEMS.get(where, "model"))
+            if where in towers:
+                check_embeds(where, source, towers[where], shapes)
     folder = local_path("tokenizer.path", tokenizer.path) if tokenizer.path else None
     if folder:
         check_tokenizer(folder)
@@ -49,6 +56,8 @@ def _folders(model: ModelConfig) -> Iterator[tuple[str, str]]:
     for name in model.encoders:
         if source := model.projector_of(name).pretrained:
             yield projector_section(name), source
+    if model.contrast is not None and model.contrast.pretrained:
+        yield "model.contrast", model.contrast.pretrained
 
 
 def check_tokenizer(folder: Path) -> None:

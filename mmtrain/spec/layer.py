@@ -118,6 +118,8 @@ class LayerSpec:
     output_rows: Literal["rows", "outputs", "conditioned"] = "rows"
     """The count of a `WorkSize` that is the number of rows of that activation; conditioned: rows, then text tokens,
     then `TIME_ROWS` for each clip, in one tensor."""
+    output_dtype: Literal["", "float32"] = ""
+    """Of that activation; empty: the dtype of compute."""
     weight_before_products: bool = False
     """A parameter (the input norm) comes before its products: their dX is needed whenever it trains."""
     num_shared_params: int = 0

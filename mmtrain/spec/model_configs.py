@@ -4,7 +4,6 @@ A section `[model.encoder]`, `[model.language]`, `[model.dit]` or `[model.vae]` 
 config or by the `config.json` of a folder or hub id.
 """
 
-import difflib
 import importlib.util
 import pkgutil
 import re
@@ -13,7 +12,7 @@ from typing import Any
 
 from mmtrain.config.model import DitConfig, EncoderConfig, LanguageConfig, VaeConfig
 from mmtrain.config.toml_sections import shown
-from mmtrain.errors import ConfigError
+from mmtrain.errors import ConfigError, nearest
 from mmtrain.families.catalogue import COMPOSITES, DITS, ENCODERS, LANGUAGES, VAES
 from mmtrain.families.family import Network, named
 from mmtrain.families.wan import IMAGE_KEYS
@@ -143,7 +142,7 @@ def _complete(where: str, values: dict[str, Any], model_type: Any, *, strict: bo
         if key == "model_type":
             continue
         if strict and name not in keys:
-            near = difflib.get_close_matches(key, [*keys, *family.aliases], 1)
+            near = nearest(key, [*keys, *family.aliases])
             hint = f"did you mean {shown(near[0])}?" if near else f"{names[model_type]} has {', '.join(keys)}"
             raise ConfigError(f"{where}.config: unknown key {shown(key)}; {hint}")
         if name in family.defaults or (value is not None and keys.get(name) is not None):
@@ -162,7 +161,7 @@ def _unknown_family(where: str, model_type: Any) -> ConfigError:
     """
     kind, families = _ROLES.get(where, _ROLES["model.encoder"])
     names, wrong_type, hint = list(named(families)), str(model_type), ""
-    near = difflib.get_close_matches(wrong_type, names, 1, 0.75)
+    near = nearest(wrong_type, names, cutoff=0.75)
     if near and re.findall(r"\d+", wrong_type) == re.findall(r"\d+", near[0]) and wrong_type not in _library_families():
         hint = f"; did you mean {shown(near[0])}?"
     for section, (_, other_families) in _ROLES.items():

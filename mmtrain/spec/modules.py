@@ -7,6 +7,7 @@ from mmtrain.config.model import ModelConfig
 from mmtrain.families.catalogue import COMPOSITES, PROJECTORS
 from mmtrain.families.shapes import LanguageShape, VisionShape
 from mmtrain.spec.composites import projector_act
+from mmtrain.spec.contrast import CONTRAST
 from mmtrain.spec.shapes import DitShape, dit_shape, language_shape
 from mmtrain.spec.vae_shapes import VaeShape, vae_shape
 from mmtrain.spec.vision_shapes import vision_shape
@@ -17,6 +18,7 @@ _SHAPES: Mapping[str, Callable[[ModelConfig], Shape]] = {
     "vae": vae_shape,
     "language": language_shape,
     "dit": dit_shape,
+    CONTRAST: language_shape,  # that of the captions' tower
 }
 
 
@@ -44,7 +46,8 @@ def whole_kind(model: ModelConfig) -> str:
         for kind, whole in COMPOSITES.items()
         if shape.model_type in whole.encoders and language in whole.languages and shape.final_norm == whole.final_norm
     )
-    return next((kind for kind in fits if COMPOSITES[kind].projector == model.projector_of(name).kind), "")
+    joined = ("", model.contrast.loss) if model.contrast else (model.projector_of(name).kind, "")
+    return next((kind for kind in fits if (COMPOSITES[kind].projector, COMPOSITES[kind].loss) == joined), "")
 
 
 def why_not_whole(model: ModelConfig) -> str:
@@ -54,9 +57,9 @@ def why_not_whole(model: ModelConfig) -> str:
     if model.language.attention_mask != "causal":
         return f'model.language.attention_mask = "{model.language.attention_mask}", but whole models attend causally'
     (name,) = model.encoders
-    parts = f"{vision_shape(model, name).model_type}, projector {model.projector_of(name).kind}, "
-    parts += language_shape(model).model_type
-    return f"transformers has no class for {parts} (docs/models.md)"
+    joined = f"loss {model.contrast.loss}" if model.contrast else f"projector {model.projector_of(name).kind}"
+    parts = vision_shape(model, name).model_type, joined, language_shape(model).model_type
+    return f"transformers has no class for {', '.join(parts)} (docs/models.md)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +81,7 @@ def projection_of(model: ModelConfig, module: str = "vision") -> Projection | No
 
     Raises: ConfigError: its activation function is unknown, or its source has a projector of another kind.
     """
-    if module not in model.encoders:
+    if module not in model.encoders or model.reads_pairs:
         return None
     shape, section = vision_shape(model, module), model.projector_of(module)
     outputs, merged = language_shape(model).width, shape.width * shape.features_per_token

@@ -18,6 +18,7 @@ ATTENTION = (
     "aten._scaled_dot_product_flash_attention",
     "aten._scaled_dot_product_efficient_attention",
     "aten._scaled_dot_product_cudnn_attention",
+    "torch_attn._varlen_attn",
     "higher_order.flex_attention",
     "higher_order.inductor_compiled_code",
 )

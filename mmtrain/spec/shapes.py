@@ -84,14 +84,23 @@ def language_shape(model: ModelConfig) -> LanguageShape:
     values = language_config(model.language)
     where = section_name("model.language", model.language)
     heads = values["num_attention_heads"]
-    kv_heads = values["num_key_value_heads"] or heads
+    kv_heads = values.get("num_key_value_heads") or heads
     check_divides(where, "num_key_value_heads", kv_heads, "num_attention_heads", heads)
     if not values.get("head_dim"):
         check_divides(where, "num_attention_heads", heads, "hidden_size", values["hidden_size"])
     head_dim = values.get("head_dim") or values["hidden_size"] // heads
-    if head_dim % 2:
-        raise ConfigError(f"{where}: the width of a head is {head_dim}; rotary positions need an even one")
     family = LANGUAGES[values["model_type"]]
+    is_tower = bool(family.embedding)
+    if bool(model.contrast) != is_tower:
+        raise ConfigError(
+            f"[model.contrast] trains two towers, but {where} ({values['model_type']}) makes no embedding of a text; "
+            f"towers are {', '.join(name for name, one in LANGUAGES.items() if one.embedding)}"
+            if model.contrast
+            else f"{where}: {values['model_type']} is a tower that makes an embedding of a text; add [model.contrast], "
+            "or choose a language model"
+        )
+    if head_dim % 2 and not is_tower:
+        raise ConfigError(f"{where}: the width of a head is {head_dim}; rotary positions need an even one")
     attention_bias = values["attention_bias"] if "attention_bias" in family.defaults else False
     return LanguageShape(
         model_type=values["model_type"],
@@ -105,12 +114,18 @@ def language_shape(model: ModelConfig) -> LanguageShape:
         max_positions=values["max_position_embeddings"],
         hidden_act=values["hidden_act"],
         qkv_bias=attention_bias or family.qkv_bias,
-        output_bias=attention_bias,
-        mlp_bias=values["mlp_bias"] if "mlp_bias" in family.defaults else False,
-        tied=values["tie_word_embeddings"] and model.dit is None,
+        output_bias=attention_bias or is_tower,
+        mlp_bias=is_tower or (values["mlp_bias"] if "mlp_bias" in family.defaults else False),
+        tied=values.get("tie_word_embeddings", False) and model.dit is None,
         head_norms=family.head_norms,
         axis_columns=_axis_columns(values, where, head_dim, family) if family.axis_columns else (),
         sliding_window=(values["sliding_window"] or 0) if family.sliding_window else 0,
+        rotary=not is_tower,
+        gated_mlp=not is_tower,
+        rms_norm=not is_tower,
+        embedding_width=(values.get(family.embedding) or values["hidden_size"]) if is_tower else 0,
+        embedding_bias=family.embedding_bias,
+        padded=family.bidirectional,
     )
 
 

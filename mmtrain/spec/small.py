@@ -55,6 +55,9 @@ def narrow_model(
     configs = {"language": language}
     for name in model.encoders:
         configs[name] = _narrow_encoder(model, name, tp[name], stages[name], language)
+    if model.encoder is not None and model.reads_pairs:
+        of_images, of_captions = ENCODERS[configs["vision"]["model_type"]], LANGUAGES[language["model_type"]]
+        language[of_captions.embedding] = configs["vision"][of_images.embedding]
     if model.dit is not None:
         configs["dit"] = _narrow_dit(model, tp["dit"], stages["dit"], width)
     if model.vae is not None:
@@ -72,10 +75,12 @@ def narrow_model(
             return replace(small, projector=narrow_projector(small.projector))
         return small
 
-    adapted = any(section.trainable == "lora" for section in model.cut_modules.values())
+    projectors = map(model.projector_of, model.encoders)
+    adapted = any(section.trainable == "lora" for section in (*model.cut_modules.values(), *projectors))
     return replace(
         model.with_modules({name: inline(section, name) for name, section in model.sections.items()}),
         projector=narrow_projector(model.projector),
+        contrast=model.contrast and replace(model.contrast, pretrained=""),
         pretrained="",
         lora=_lora(model.lora) if adapted else model.lora,
     )
@@ -89,7 +94,7 @@ def _inline(section: ModuleConfig, values: dict[str, Any], segments: Mapping[str
     section = replace(section, pretrained="", config=values, num_segments=segments[name], pipeline_layout="")
     if isinstance(section, DitConfig):
         return replace(section, sub_microbatch_size=min(section.sub_microbatch_size, 2))
-    return section
+    return replace(section, trainable_layers=section.trainable_layers and "-1..")
 
 
 def _with_features(section: EncoderConfig) -> EncoderConfig:
@@ -135,7 +140,7 @@ def _narrow_encoder(
     shape = vision_shape(model, name)
     values, keys = encoder_config(model.encoders[name], section_of(name)), ENCODERS[shape.model_type].sizes
     heads = min(shape.num_heads, max(2, tp))
-    width = heads * min(shape.width // shape.num_heads, _HEAD_DIM)
+    width = heads * min(shape.head_dim, _HEAD_DIM)
     depth = min(shape.depth, max(2, num_stages))
     values |= {keys["width"]: width, keys["depth"]: depth, keys["heads"]: heads}
     if "mlp" in keys:
@@ -178,8 +183,9 @@ def _narrow_vae(section: VaeConfig) -> dict[str, Any]:
 
 
 def _lora(section: LoRAConfig) -> LoRAConfig:
+    """Narrow adapters, without dropout, whose masks the one-process model does not have."""
     rank = min(section.rank, 4)
-    return replace(section, rank=rank, alpha=section.alpha * rank / section.rank, pretrained="")
+    return replace(section, rank=rank, alpha=section.alpha * rank / section.rank, dropout=0.0, pretrained="")
 
 
 def _scaled(size: int, numerator: int, denominator: int, multiple: int) -> int:
@@ -191,7 +197,7 @@ def _scaled(size: int, numerator: int, denominator: int, multiple: int) -> int:
 
 
 def fewer_blocks(model: ModelConfig, num_blocks: int) -> ModelConfig:
-    """The model with at most `num_blocks` blocks of each kind, and inline configs.
+    """The model with at most `num_blocks` blocks of each kind, all of which train if any does, and inline configs.
 
     Each tap of the encoder keeps a block and a language layer of its own, so that the projector is as large as it was.
     """
@@ -201,7 +207,7 @@ def fewer_blocks(model: ModelConfig, num_blocks: int) -> ModelConfig:
     values["num_hidden_layers"] = min(values["num_hidden_layers"], max(num_blocks, num_taps))
     values.pop("layer_types", None)  # one entry for each layer; all supported layers have one type
     config = inline_config(values, LANGUAGES[family])
-    language = replace(model.language, pretrained="", config=config, pipeline_layout="")
+    language = replace(model.language, pretrained="", config=config, pipeline_layout="", trainable_layers="")
     encoders: dict[str, ModuleConfig | None] = {
         name: _fewer_encoder_blocks(model, name, num_blocks) for name in model.encoders
     }
@@ -211,6 +217,7 @@ def fewer_blocks(model: ModelConfig, num_blocks: int) -> ModelConfig:
         vae=model.vae and replace(model.vae, weights="random"),
         language=language,
         projector=_without_source(model.projector),
+        contrast=model.contrast and replace(model.contrast, pretrained=""),
         pretrained="",
     )
 
@@ -218,11 +225,14 @@ def fewer_blocks(model: ModelConfig, num_blocks: int) -> ModelConfig:
 def one_block(model: ModelConfig, tp: int) -> ModelConfig:
     """The model reduced to one block of its language model, trainable even if it was frozen.
 
-    A text-to-video model is reduced to a narrow DiT of one block and a frozen text encoder.
+    A text-to-video model is reduced to a narrow DiT of one block and a frozen text encoder, two towers to one block
+    each, of which that of images is frozen.
 
     Args: tp: tensor-parallel ranks, which divide the narrow DiT.
     """
-    if model.dit is None:
+    if model.encoder is not None and model.reads_pairs:
+        model = replace(model, encoder=replace(model.encoder, trainable=False))
+    elif model.dit is None:
         model = replace(model, encoder=None, modules={}, projector=ProjectorConfig())
     model = fewer_blocks(model, 1)
     if model.dit is not None:
@@ -248,7 +258,8 @@ def _fewer_encoder_blocks(model: ModelConfig, name: str, num_blocks: int) -> Enc
     values[keys["depth"]] = depth
     config = inline_config(values, ENCODERS[shape.model_type])
     projector = section.projector and _without_source(section.projector)
-    return replace(_with_features(section), pretrained="", config=config, pipeline_layout="", projector=projector)
+    section = replace(_with_features(section), pretrained="", config=config, pipeline_layout="", projector=projector)
+    return replace(section, trainable_layers="")
 
 
 def _fewer_dit_blocks(section: DitConfig, num_blocks: int) -> DitConfig:

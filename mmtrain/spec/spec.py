@@ -6,6 +6,7 @@ Pure; no weights.
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,6 +14,16 @@ from mmtrain.errors import DataError
 from mmtrain.families.windows import Grid, Indices, feature_order, row_order, window_pairs
 from mmtrain.spec.layer import Flops, LayerSpec
 from mmtrain.spec.work_size import TIME_ROWS, ZERO_WORK, WorkSize
+
+
+class VocabularyRows(NamedTuple):
+    """Consecutive rows of a matrix with one row for each token."""
+
+    first: int
+    last: int
+    """Of the end, which is excluded."""
+    total: int
+    """Tokens of the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +48,8 @@ class ModuleSpec:
     """Rows that the first layer adds to each frame of an image: 1 for a class token."""
     extra_outputs: int = 0
     """Those of them that become tokens."""
+    pooled: bool = False
+    """Whether an image leaves it as one row, by which a pair is found."""
     window: int = 0
     """Side of the attention windows of some blocks, in merged tokens; 0: there are none."""
     patch: tuple[int, int, int] = (1, 1, 1)
@@ -50,10 +63,21 @@ class ModuleSpec:
     carried: tuple[int, ...] = ()
     """By layer: activations of the shape of its output that travel with it to the next layer, for a later one
     (DeepStack); empty: none."""
+    microbatches: int = 1
+    """Consecutive microbatches whose content one of its works has; 0: all of the replica's."""
+    pp_rank: int | None = None
+    """The pipeline rank of a module that is one chunk, -1: the last one; None: it is cut over the ranks."""
+    vocabulary: VocabularyRows | None = None
+    """The rows of the matrices of the vocabulary that it has; None: whole ones, or none."""
     is_whole: bool = False
-    """It is not cut, and each tensor-parallel rank holds and computes all of it."""
+    """Each tensor-parallel rank holds and computes all of it."""
     shares_units: bool = False
     """Tensor-parallel ranks may each hold all of it and divide its units (parallelism.encoder_tensor_parallel)."""
+
+    @property
+    def section(self) -> str:
+        """Name of the module of the config whose network it is a part of."""
+        return "language" if self.consumes in ("token_ids", "labels") else self.name
 
     @property
     def patches_per_token(self) -> int:
@@ -131,12 +155,37 @@ class ModelSpec:
     @property
     def text(self) -> ModuleSpec:
         """The language model: the module that reads tokens."""
-        return next(m for m in self.modules if m.consumes in ("documents", "captions"))
+        return next(m for m in self.modules if m.consumes in ("documents", "texts", "captions"))
+
+    @property
+    def text_modules(self) -> tuple[ModuleSpec, ...]:
+        """The language model, and the parts of its vocabulary that are modules of their own."""
+        return tuple(m for m in self.modules if m is self.text or m.section == self.text.name)
+
+    @property
+    def divides_vocabulary(self) -> bool:
+        """Whether each pipeline rank has a part of the vocabulary."""
+        return len(self.text_modules) > 1
+
+    @property
+    def ties(self) -> tuple[tuple[tuple[str, int], tuple[str, int]], ...]:
+        """((module, layer) of token embedding, (module, layer) of head) that are one parameter, for each of its parts;
+        none if they are not tied."""
+        if not self.tied_embeddings:
+            return ()
+        layers = [(m.name, index, layer) for m in self.text_modules for index, layer in enumerate(m.layers)]
+        embeds, heads = ([(m, index) for m, index, x in layers if x.name == name] for name in ("embed", "head"))
+        return tuple(zip(embeds, heads, strict=True))
 
     @property
     def reads_clips(self) -> bool:
         """Whether it is trained on video clips with captions."""
         return self.text.consumes == "captions"
+
+    @property
+    def reads_pairs(self) -> bool:
+        """Whether it is trained on images with captions, by two towers."""
+        return self.text.consumes == "texts"
 
     @property
     def counted(self) -> ModuleSpec | None:
@@ -148,6 +197,12 @@ class ModelSpec:
         """Parameters of all modules; a tied matrix counts once."""
         layers = [layer for module in self.modules for layer in module.layers]
         return sum(layer.num_params - layer.num_shared_params for layer in layers)
+
+    @property
+    def num_trained_params(self) -> int:
+        """Parameters that train, each once."""
+        layers = (layer for module in self.modules for layer in module.layers if layer.num_trainable_params)
+        return sum(layer.num_trainable_params - layer.num_shared_params for layer in layers)
 
     def grad_enters(self, name: str) -> bool:
         """Whether a module that feeds this one is trainable, so that the gradient of its input is needed."""
@@ -209,10 +264,11 @@ def images_work(module: ModuleSpec, grids: Iterable[tuple[int, int, int]]) -> Wo
                 f"to multiples of {module.merge} patches"
             )
         rows = h * w + module.extra_rows
+        outputs = 1 if module.pooled else t * (h * w // module.patches_per_token + module.extra_outputs)
         total += WorkSize(
             rows=count * t * rows,
             pairs=count * t * rows * rows,
-            outputs=count * t * (h * w // module.patches_per_token + module.extra_outputs),
+            outputs=count * outputs,
             window_pairs=count * window_pairs((t, h, w), module.merge, module.window) if module.window else 0,
         )
     return total

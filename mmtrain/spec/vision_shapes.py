@@ -5,7 +5,7 @@ from typing import Any
 
 from mmtrain.config.model import EncoderConfig, ModelConfig, ProjectorConfig, projector_section, section_of
 from mmtrain.errors import ConfigError
-from mmtrain.families.catalogue import ENCODERS
+from mmtrain.families.catalogue import ENCODERS, LANGUAGES
 from mmtrain.families.shapes import ROW_FRAMES, VisionShape, check_divides
 from mmtrain.spec.composites import selected_features
 from mmtrain.spec.model_configs import encoder_config
@@ -21,7 +21,7 @@ def vision_shape(model: ModelConfig, module: str = "vision") -> VisionShape:
     values = encoder_config(section, section_of(module))
     where = section_name(section_of(module), section)
     try:
-        shape = ENCODERS[values["model_type"]].shape(values, where, projector.merge)
+        shape = ENCODERS[values["model_type"]].shape(values, where, model.merge_of(module))
     except ConfigError as error:  # which speaks of the usual projector
         raise ConfigError(str(error).replace("model.projector.", f"{projector_section(module)}.")) from None
     if shape.one_row != (section.kind == "audio") and module != "vision":
@@ -39,10 +39,41 @@ def vision_shape(model: ModelConfig, module: str = "vision") -> VisionShape:
         shape = replace(shape, packed=True, fixed_grid=None, patch_dim=ROW_FRAMES * shape.mel_bins)
     shape = _with_selected_features(section, projector, section_of(module), shape, where)
     check_divides(where, "number of heads", shape.num_heads, "width", shape.width)
+    if model.reads_pairs:
+        return _tower(model, shape, values, where)
     if projector.kind != "native":
         return shape
     _check_native(model, projector_section(module), shape, where)
     return replace(shape, taps=_taps(values, where, shape.depth, language_shape(model).depth))
+
+
+def _tower(model: ModelConfig, shape: VisionShape, values: dict[str, Any], where: str) -> VisionShape:
+    """The shape of an encoder that makes one embedding of an image.
+
+    Raises: ConfigError: it makes none, or one whose width is not that of a caption's.
+    """
+    encoder = ENCODERS[shape.model_type]
+    if not encoder.pooling:
+        towers = ", ".join(name for name, one in ENCODERS.items() if one.pooling)
+        raise ConfigError(
+            f"[model.contrast] trains two towers, but {where} ({shape.model_type}) makes no embedding of an image; "
+            f"towers are {towers}"
+        )
+    if not values.get(encoder.pools, True):
+        raise ConfigError(
+            f"{where}: {encoder.pools} = false, but [model.contrast] needs what makes the embedding of an image; "
+            "set it to true"
+        )
+    width, captions = values.get(encoder.embedding), language_shape(model)
+    if not width:
+        raise ConfigError(f"{where}: {encoder.embedding}, the width of an embedding, is missing; set it")
+    if width != captions.embedding_width:
+        text = section_name("model.language", model.language)
+        raise ConfigError(
+            f"{where}: {encoder.embedding} = {width}, but {text} makes embeddings of {captions.embedding_width} "
+            f"columns ({LANGUAGES[captions.model_type].embedding}); make them equal"
+        )
+    return replace(shape, pooling=encoder.pooling, embedding_width=width)
 
 
 def _with_selected_features(

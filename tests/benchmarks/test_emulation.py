@@ -42,7 +42,7 @@ from mmtrain.simulator.job import make_job
 from mmtrain.simulator.typical_iterations import usual_workload
 from mmtrain.simulator.workloads import draw
 from tests.ranks import run_ranks
-from tests.schedule.problems import as_units
+from tests.schedule.problems import as_units, fan_out
 from tests.searches import random_plan
 
 RANKS = 4
@@ -52,6 +52,8 @@ MESSAGE_BYTES = 4096.0
 """Of the largest message; the others in proportion."""
 PLACED_CHOICES = ((5, 3), (4, 4), (3, 5)), (False, True), ("1F1B", "ZB-H1", "ZB-AutoSchedule", "interleave")
 """Ranks of vision and language, whether images are deferred, schedules."""
+DIVIDED = ("1F1B", "ZB-AutoSchedule", "interleave")
+"""Schedules of a vocabulary that all ranks divide."""
 BRAIDED = ("STP", "STP-lean", "DualPipeV")
 RECIPES = {
     "recipe, split": Recipe(in_flight=2 * RANKS, until="W", split_backward=True, overrides={1: Rule(first="forward")}),
@@ -280,6 +282,17 @@ def placed_cases() -> dict[str, Case]:
     return found
 
 
+def divided_cases() -> dict[str, Case]:
+    """Results that all ranks read, and inputs that come from all of them; copies leave one after the other."""
+    problem = fan_out(RANKS, 6, p2p=P2P(latency_s=0.03, bytes_per_s=2000.0), size=333.0)
+    last = problem.graph.outputs(2 * RANKS - 1, RANKS)
+    assert [problem.transfer_s(edge) for edge in last] == [0.03 + 999.0 / 2000.0] * (RANKS - 1) + [0.0]
+    found = {f"{name}, divided": Case(problem=problem, plan=CATALOGUE[name].make(problem)) for name in DIVIDED}
+    for case in found.values():
+        check(case.plan, problem)
+    return found | {"searched, divided": searched(problem, 0)}
+
+
 def replace_backward(problem: PlanningProblem) -> PlanningProblem:
     """The problem without any backward, as in validation."""
     costs = tuple(
@@ -330,6 +343,7 @@ PLANNED = [
     "drawn 0", "drawn 1", "drawn 2", "vlm_s, searched", "vlm_s, interleave", "t2v_s, searched", "t2v_s, interleave",
     "forward only",
 ]  # fmt: skip
+DIVIDED_CASES = [*(f"{name}, divided" for name in DIVIDED), "searched, divided"]
 PLACED = [placed_name(*choice) for choice in itertools.product(*PLACED_CHOICES)]
 FAULTY = ["another order", "another duration", "a late message"]
 
@@ -358,10 +372,10 @@ def run_cases(rank: int, cases: dict[str, Case]) -> dict[str, Executed]:
 def executions() -> dict[str, tuple[Case, list[Executed]]]:
     """All cases, those of equally many ranks run on one set of them."""
     found = {}
-    for cases in (named_cases() | planned_cases() | faulty_cases(), placed_cases()):
+    for cases in (named_cases() | planned_cases() | faulty_cases() | divided_cases(), placed_cases()):
         answers = run_ranks(run_cases, next(iter(cases.values())).problem.graph.num_ranks, cases)
         found |= {name: (case, [answer[name] for answer in answers]) for name, case in cases.items()}
-    assert [*found] == NAMED + PLANNED + FAULTY + PLACED
+    assert [*found] == NAMED + PLANNED + FAULTY + DIVIDED_CASES + PLACED
     return found
 
 
@@ -369,7 +383,7 @@ def executions() -> dict[str, tuple[Case, list[Executed]]]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", NAMED + PLANNED + PLACED)
+@pytest.mark.parametrize("name", NAMED + PLANNED + DIVIDED_CASES + PLACED)
 def test_the_executed_timeline_is_the_simulated_one(name, executions):
     """Start and end of every action, to the bit: the same numbers are added in the same order."""
     case, ranks = executions[name]
@@ -380,7 +394,7 @@ def test_the_executed_timeline_is_the_simulated_one(name, executions):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", NAMED + PLANNED + PLACED)
+@pytest.mark.parametrize("name", NAMED + PLANNED + DIVIDED_CASES + PLACED)
 def test_every_loss_and_gradient_came_through(name, executions):
     case, ranks = executions[name]
     graph = case.problem.graph

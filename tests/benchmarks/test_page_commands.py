@@ -46,11 +46,14 @@ SMALL = {
     "python benchmarks/split_backward.py": "--width 64 --tokens 64 --repetitions 1",
     "python benchmarks/recipes.py": "4 8",
     "python benchmarks/tuning_flexpipe.py": "--gpus 4",
+    "python benchmarks/flexpipe.py": "--parts figure2,figure12 --vocabularies 64 --gpus 4",
     "python benchmarks/tuning.py": "--models t2v_s --parts config --iterations 1 --evaluations 10 --microbatches 16",
     "python benchmarks/tuning.py --devices": "--models t2v_s --iterations 1 --evaluations 5 --microbatches 8 "
     "--repetitions 1 --unit-ms 1",
     "python benchmarks/separation.py": "2 4",
+    "python benchmarks/vocabulary.py": "--models qwen2-2b-152k,vlm_s --evaluations 5",
     "python benchmarks/templates.py": "planning literal",
+    "python benchmarks/elastic.py": "--pairs 1 --starts 1 --turns 1 --steps 2 --workers 0",
     "python benchmarks/failures.py": "--setups a40x4 --traces g4dn --evaluations 1",
     "python benchmarks/cornstarch.py": "--models SSS --evaluations 5",
     "python benchmarks/entrain.py": "--setups h800,a40-1b --workloads mix --iterations 1 --evaluations 20 --replicas 2 "
@@ -62,6 +65,9 @@ SMALL = {
     "mmtrain allocate --config vlm_s.toml --cluster h800": "--gpus 16 --training.global_batch_size=32",
     "python benchmarks/context_split.py": "--tokens 8192 --sequences 1 --cp 4",
     "python benchmarks/attention.py": "--tokens 256 --repetitions 1",
+    "python benchmarks/operators.py": "--counts 1 2",
+    "python benchmarks/on_gpu_blocks.py --small": "--counts 1",
+    "python benchmarks/on_gpu_step.py --size tiny": "",
     "python benchmarks/images_matter.py": "--training.steps=2 --lr_scheduler.warmup_steps=1",
     "mmtrain train --config debug_qwen2_vl.toml": "--training.steps=2",
     "mmtrain generate outputs/debug_qwen2_vl --questions data/charts --split validation --blank-images": "--limit 2",
@@ -71,6 +77,11 @@ SMALL = {
 ELSEWHERE = {
     "python benchmarks/peers.py --parts compare,ablation": "parts of all of it",
     "python benchmarks/peers.py --parts compare": "a part of all of it",
+    "python benchmarks/flexpipe.py --parts figure12": "a part of all of it",
+    "python benchmarks/flexpipe.py --parts figure13": "a part of all of it",
+    "python benchmarks/flexpipe.py --parts figure16": "a part of all of it",
+    "python benchmarks/flexpipe.py --parts bidirectional --evaluations 200": "a part of all of it",
+    "python benchmarks/flexpipe.py --parts models": "a part of all of it",
     "python benchmarks/stp.py --parts offload": "a part of all of it",
     "python benchmarks/entrain.py --parts speed": "a part of all of it",
     "python benchmarks/entrain.py --parts packed": "a part of all of it",
@@ -80,7 +91,7 @@ ELSEWHERE = {
     "benchmarks/on_gpu.sh all": "needs a GPU",
     "pytest -m gpu": "needs a GPU",
     "make train": "its job, debug_qwen2_vl.toml, is on the page",
-    "make train-video": "tests/guides.py trains its job, debug_t2v.toml",
+    "make train-video": "tests/guides.py trains its job, debug_square.toml",
     "python -m pytest -m nightly -rP tests/faults/...": "these are nightly tests themselves",
     "mmtrain export": "a name; the campaign is tests/faults/test_storage.py",
     "mmtrain plan": "a name; the campaign is tests/faults/test_plan_mutations.py",
@@ -88,6 +99,7 @@ ELSEWHERE = {
 """Job -> why it does not run here."""
 
 SHOWS = {
+    "python benchmarks/elastic.py": r"(?s)\A(?!.*(DIFFERENT|NOT THE SAME)).*\[2, 2\] -> \[3\] .*\nmain threads",
     "python benchmarks/emulate_peers.py": r"virtual time: all actions of all 24 pipelines end as simulated",
     "python benchmarks/emulate.py": r"virtual time: 10 of 10 timelines equal to the simulated ones to the bit",
     "python benchmarks/emulate_entrain.py": r"virtual time: 40 of 40 timelines equal to the simulated ones to the bit",

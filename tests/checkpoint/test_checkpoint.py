@@ -143,6 +143,23 @@ def test_what_a_file_system_refuses_is_one_sentence_on_all_ranks_and_changes_not
         assert {path.name: path.stat().st_size for path in others} == {n: f["bytes"] for n, f in files.items()}
 
 
+def saved_twice(rank: int, folder: Path, mode: str) -> None:
+    """As where rank 0 is lost between a checkpoint's last byte and the others' news of it, and the others go on."""
+    job = SmallJob(rank, folder)
+    job.train()
+    for _ in range(2):
+        checkpointer = job.checkpointer(async_mode=mode)
+        checkpointer.save(TrainState(step=2, loader={}), job.tensors)
+        checkpointer.finish()
+        dist.barrier()
+    assert [path.name for path in folder.iterdir()] == ["step-2"]
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_complete_checkpoint_is_not_written_again(tmp_path: Path, mode: str) -> None:
+    run_ranks(saved_twice, 2, tmp_path / "checkpoint", mode)
+
+
 def with_old_ones_that_stay(rank: int, folder: Path) -> list[str]:
     """Saves steps 2, 4, 6 and 8 of which two are kept, and starts again after each; step 2 is a link, and of step 4
     something cannot be removed, as a mount. Returns the warnings."""
@@ -185,7 +202,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_ends_no_job_and_blocks_no_rest
 
 
 def refused(rank: int, path: Path) -> str:
-    from mmtrain.trainer import Trainer
+    from mmtrain.training.trainer import Trainer
 
     with pytest.raises(ConfigError) as caught:
         Trainer(config.load(path, layout(pp=2))).run()

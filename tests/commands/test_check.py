@@ -20,7 +20,7 @@ def test_a_right_plan_ends_with_0(files, capsys) -> None:
     assert main(["check", *map(str, files)]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"{files[1]}: right: makespan ")
-    assert "over the lower bound" in out
+    assert "over the lower bound" in out and "over that with memory limits" in out
 
 
 def test_a_wrong_plan_ends_with_1_and_one_sentence(files, capsys) -> None:

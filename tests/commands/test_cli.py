@@ -214,7 +214,7 @@ def test_no_command_lists_them(capsys):
         (["trian"], "there is no command 'trian'; did you mean 'train'?"),
         (["check_parity", "--config", "x"], "did you mean 'check-parity'?"),
         (["data", "chart"], "there is no command 'chart'; did you mean 'charts'?"),
-        (["xyzzy"], "there is no command 'xyzzy'; there are train, export"),
+        (["xyzzy"], "there is no command 'xyzzy'; there are finetune, train, doctor"),
     ],
 )
 def test_a_misspelt_command_gets_a_suggestion(capsys, words, hint):
@@ -249,7 +249,7 @@ def test_train_py_needs_no_launcher_for_one_process(job, monkeypatch):
     ],
 )
 def test_variables_of_a_launcher_that_are_wrong_are_one_line_at_once(job, capsys, monkeypatch, variables, message):
-    monkeypatch.setattr("mmtrain.trainer.Trainer.__init__", lambda *_: pytest.fail("the job was planned"))
+    monkeypatch.setattr("mmtrain.training.trainer.Trainer.__init__", lambda *_: pytest.fail("the job was planned"))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():

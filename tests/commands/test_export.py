@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mmtrain.checkpoint.checkpoint import Checkpointer
 from mmtrain.checkpoint.run_folder import load_module, open_run
+from mmtrain.commands.adapter_folders import ExportForm
 from mmtrain.commands.cli import main
 from mmtrain.commands.driven_steps import timed_steps
 from mmtrain.commands.export import export
@@ -21,13 +22,8 @@ from mmtrain.config import config
 from mmtrain.config.config import Config
 from mmtrain.config.data import DataConfig
 from mmtrain.config.model import EncoderConfig, LoRAConfig, ModelConfig
-from mmtrain.config.sections import (
-    CheckpointConfig,
-    JobConfig,
-    LRSchedulerConfig,
-    ParallelismConfig,
-    TrainingConfig,
-)
+from mmtrain.config.optimizer import LRSchedulerConfig
+from mmtrain.config.sections import CheckpointConfig, JobConfig, ParallelismConfig, TrainingConfig
 from mmtrain.data.noise import noise_batch
 from mmtrain.errors import CheckpointError, ConfigError
 from mmtrain.modality.bitfield import language_bits
@@ -41,7 +37,7 @@ from mmtrain.models.initialise import init_weights
 from mmtrain.models.pretrained import load_pretrained
 from mmtrain.models.trainable import is_adapter
 from mmtrain.spec.builders import model_spec
-from mmtrain.trainer import Trainer
+from mmtrain.training.trainer import Trainer
 from tests.jobs import layout, metrics, train, write_config
 from tests.lora import with_lora
 from tests.ranks import run_ranks
@@ -115,7 +111,7 @@ def test_adapters_beside_the_weights_and_merged_into_them(tmp_path, name, tied):
     close(ours, language(tmp_path / "out/language", tmp_path / "out/language_adapter")(ids[None]).logits[0].detach())
     base = language(tmp_path / "out/language")(ids[None]).logits[0].detach()
     assert (base - ours).abs().max() > 100 * TOLERANCE * ours.abs().max(), "the adapters matter"
-    made = export(tmp_path / "run", tmp_path / "merged", merge_adapters=True)
+    made = export(tmp_path / "run", tmp_path / "merged", form=ExportForm(merge_adapters=True))
     assert made.folders == ("language",)
     close(ours, language(tmp_path / "merged/language")(ids[None]).logits[0].detach())
 
@@ -243,7 +239,7 @@ def test_an_encoder_has_the_same_features(tmp_path, encoder, projector, way):
     if way != "all":
         model = with_lora(model, ["encoder"])
     chunk = save_run(tmp_path / "run", model)["vision"]
-    made = export(tmp_path / "run", tmp_path / "out", merge_adapters=way == "merged", parts=True)
+    made = export(tmp_path / "run", tmp_path / "out", form=ExportForm(merge_adapters=way == "merged"), parts=True)
     folders = {"language", "vision"} | ({"projector"} if projector != "native" else set())
     assert set(made.folders) == folders | ({"vision_adapter"} if way == "adapter" else set())
     pixels, grids = images(encoder)
@@ -314,7 +310,7 @@ def exported(model: ModelConfig, out: Path) -> ModelConfig:
 def test_further_encoders_have_folders_that_their_classes_and_other_jobs_read(tmp_path, way):
     model = with_sound(adapted=("audio",) if way != "all" else (), maps="vit")
     saved, out = save_run(tmp_path / "run", model), tmp_path / "out"
-    made = export(tmp_path / "run", out, merge_adapters=way == "merged")
+    made = export(tmp_path / "run", out, form=ExportForm(merge_adapters=way == "merged"))
     expected = {"language", "vision", "projector", "audio", "audio_projector", "maps", "maps_projector"}
     assert set(made.folders) == expected | ({"audio_adapter"} if way == "adapter" else set())
     adapter = out / "audio_adapter" if way == "adapter" else None
@@ -353,7 +349,7 @@ def step_on_noise(rank, path: Path) -> None:
     steps = timed_steps(trainer, torch.device("cpu"), [(batch, meta)])
     next(steps)
     trainer.state = dataclasses.replace(trainer.state, step=1)
-    Checkpointer(trainer.config.checkpoint, trainer.folder / "checkpoint").save(trainer.state, trainer._named())
+    Checkpointer(trainer.config.checkpoint, trainer.folder / "checkpoint").save(trainer.state, trainer.named())
     steps.close()
 
 

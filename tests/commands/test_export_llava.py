@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from transformers import CLIPVisionModel, LlamaForCausalLM, SiglipVisionModel
 from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 
+from mmtrain.commands.adapter_folders import ExportForm
 from mmtrain.commands.export import export
 from mmtrain.models.initialise import init_weights
 from mmtrain.models.pretrained import load_pretrained
@@ -31,7 +32,7 @@ def test_blocks_behind_the_features_are_those_of_the_source(tmp_path, way):
     source = save_llava("clip, llama", tmp_path / "llava").model.vision_tower
     model = job_model(tmp_path / "llava")
     chunk = save_run(tmp_path / "run", model if way == "all" else with_lora(model, ["encoder"]))["vision"]
-    export(tmp_path / "run", tmp_path / "out", parts=True, merge_adapters=way == "merged")
+    export(tmp_path / "run", tmp_path / "out", parts=True, form=ExportForm(merge_adapters=way == "merged"))
     stored = load_file(tmp_path / "out/vision/model.safetensors")
     assert stored.keys() == {name for name, _ in source.named_parameters()}
     for name, parameter in source.named_parameters():

@@ -118,7 +118,7 @@ def send_once(folder, names, *numbers):
 def test_signals_go_on_to_the_ranks(tmp_path, number):
     ranks = processes((light_ranks.stops, tmp_path, "a"), (light_ranks.stops, tmp_path, "b"))
     send_once(tmp_path, "ab", number)
-    with local_ranks._forwarded_signals(ranks) as signals:
+    with local_ranks.forwarded_signals(ranks) as signals:
         assert local_ranks._run(ranks, signals) == {}
     assert signals == [number]
     assert all((tmp_path / f"{name}-{number.name}").exists() for name in "ab")
@@ -127,7 +127,7 @@ def test_signals_go_on_to_the_ranks(tmp_path, number):
 def test_a_second_interrupt_ends_ranks_that_hear_nothing(tmp_path):
     ranks = processes((light_ranks.hangs, tmp_path, "a"))
     send_once(tmp_path, "a", signal.SIGINT, signal.SIGINT)
-    with local_ranks._forwarded_signals(ranks) as signals:
+    with local_ranks.forwarded_signals(ranks) as signals:
         assert local_ranks._run(ranks, signals) == {}
     assert ranks[0].exitcode == -signal.SIGKILL
 
@@ -140,16 +140,16 @@ def test_the_reason_that_was_written_first_is_raised(tmp_path):
         path.write_bytes(pickle.dumps(error))
         os.utime(path, (index, index))
     with pytest.raises(DataError, match="no such file"):
-        local_ranks._raise_reason({0: 2}, tmp_path)
+        local_ranks.raise_reason({0: 2}, tmp_path)
 
 
 def test_a_rank_that_died_without_a_word_is_named_with_its_status(tmp_path):
     with pytest.raises(RankDiedError, match="rank 1 was killed by SIGKILL, mostly for memory") as caught:
-        local_ranks._raise_reason({1: -signal.SIGKILL}, tmp_path)
+        local_ranks.raise_reason({1: -signal.SIGKILL}, tmp_path)
     assert caught.value.exit_status == 137
     (tmp_path / "error-3").write_bytes(pickle.dumps(("", "Traceback ...")))
     with pytest.raises(RankDiedError, match="rank 3 died with exit status 1") as caught:
-        local_ranks._raise_reason({3: 1}, tmp_path)
+        local_ranks.raise_reason({3: 1}, tmp_path)
     assert (caught.value.exit_status, caught.value.text) == (1, "Traceback ...")
 
 
@@ -167,4 +167,4 @@ def test_what_ranks_of_tests_return_is_no_memory_of_theirs():
 def test_a_rank_that_wrote_no_error_is_the_reason_of_the_errors_of_others(tmp_path):
     (tmp_path / "error-0").write_bytes(pickle.dumps(("RankLostError", "rank 1 is gone")))
     with pytest.raises(RankDiedError, match="rank 1 died with exit status 7"):
-        local_ranks._raise_reason({0: 2, 1: 7}, tmp_path)
+        local_ranks.raise_reason({0: 2, 1: 7}, tmp_path)

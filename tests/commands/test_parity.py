@@ -74,9 +74,11 @@ def check(path, *arguments):
 
 
 @pytest.mark.ranks
-def test_a_right_layout_passes(tmp_path, charts, capsys):
+@pytest.mark.parametrize("vocabulary", ["tensor", "pipeline"])
+def test_a_right_layout_passes(tmp_path, charts, capsys, vocabulary):
     path = write_config(tmp_path, charts)
-    assert check(path, *layout(pp=2), "activation_checkpoint.mode=full", "steps=2") == 0
+    degrees = [*layout(pp=2), f"parallelism.vocabulary_parallel={vocabulary}"]
+    assert check(path, *degrees, "activation_checkpoint.mode=full", "steps=2") == 0
     out, err = capsys.readouterr()
     assert err.splitlines() == ["layout: starts 2 processes"] + [
         f"one process: step {step} of 2 has run" for step in (1, 2)
@@ -159,7 +161,7 @@ def test_a_text_model_has_synthetic_text(tmp_path, capsys):
 
 
 def scale_gradients_of_sound(device, *args):
-    from mmtrain.trainer import Trainer
+    from mmtrain.training.trainer import Trainer
 
     backward = Trainer.backward
 

@@ -224,3 +224,26 @@ def test_bad_input_is_refused_before_anything_runs(tmp_path: Path, capsys, monke
     monkeypatch.setattr(profiler, "profile_job", started)
     assert main(["profile", "--config", str(write_config(tmp_path, tmp_path)), *options]) == 2
     assert message in capsys.readouterr().err
+
+
+PAIRS = ["--data.source=none", "--data.max_pairs=4", "--parallelism.pipeline_parallel_degree=1"]
+
+
+def test_batches_of_pairs_have_several_numbers_and_lengths():
+    job = config_module.load("debug_clip.toml", PAIRS)
+    microbatches = probing_iteration(job).microbatches
+    assert all(len(one.images) == one.num_targets == 1 for m in microbatches for one in m.documents)
+    sizes = {(len(m.documents), *{document.num_tokens for document in m.documents}) for m in microbatches}
+    assert sizes == {(number, length) for number in (1, 2, 4) for length in (32, 8, 4)}
+
+
+@pytest.mark.nightly
+def test_two_towers_are_measured(tmp_path):
+    out, few = tmp_path / "p.json", [*PAIRS, "--data.max_pairs=2", "--training.seq_len=8"]
+    words = ["profile", "--config", "debug_clip.toml", "--out", str(out), "--rounds", "1", "--steps", "1", *few]
+    with warm_ranks():
+        assert main([*words, f"--job.dump_folder={tmp_path}"]) == 0
+    job = config_module.load("debug_clip.toml", [*few, f"--planner.profile={out}"])
+    assert [(layer.module, layer.role) for layer in Profile.read(out).layers] == list(
+        dict.fromkeys((module.name, role(layer)) for module in make_job(job).spec.modules for layer in module.layers)
+    )

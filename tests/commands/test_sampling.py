@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+from base64 import b64decode
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,13 @@ from PIL import Image, ImageSequence
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
+from mmtrain.commands.adapter_folders import ExportForm
 from mmtrain.commands.cli import main
 from mmtrain.commands.export import export
 from mmtrain.commands.sampling import Sampled, Wanted, default_bucket, sample, to_pixels
 from mmtrain.config.data import DataConfig, DiffusionConfig
 from mmtrain.config.model import ModelConfig
+from mmtrain.data.toy.shapes import shape_clips
 from mmtrain.errors import ConfigError, MMTrainError
 from mmtrain.modality.buckets import video_geometry
 from tests.jobs import layout, train, write_video_config
@@ -132,7 +136,7 @@ def test_adapters_of_the_text_encoder_count(tmp_path: Path) -> None:
     adapted = with_lora(model(4), ["language"])
     save_run(tmp_path / "run", adapted, data=DATA)
     made = sample(tmp_path / "run", tmp_path / "out", wanted(guidance=1.0))
-    export(tmp_path / "run", tmp_path / "hf", merge_adapters=True)
+    export(tmp_path / "run", tmp_path / "hf", form=ExportForm(merge_adapters=True))
     noise = noise_of(tmp_path / "run", tmp_path)
     theirs = by_hand(tmp_path / "hf", noise, PROMPTS[0], None, 1.0, 4)
     found = latents(tmp_path / "out", made)[0]
@@ -357,3 +361,51 @@ def test_numbers_of_steps_that_do_not_begin_with_noise_are_refused(tmp_path: Pat
     run = run_of(tmp_path, diffusion=DiffusionConfig(prediction="v"))
     with pytest.raises(ConfigError, match=f"--num-steps {num_steps} with diffusion.prediction"):
         sample(run, tmp_path / "out", wanted(num_steps=num_steps))
+
+
+# ------------------------------------------------------------------------------- samples of validations
+
+
+@pytest.mark.ranks
+def test_the_samples_of_a_validation_are_those_of_the_command(tmp_path: Path, squares: Path) -> None:
+    """On two pipeline ranks, with averages of the weights; the largest number that differs is 2 of 255 levels."""
+    path = write_video_config(tmp_path, squares)
+    changes = ["training.steps=2", "checkpoint.enable=true", "optimizer.ema_decay=0.5", "metrics.log_freq=1"]
+    changes += ["data.video_area=144", "data.video_aspects=['1:1']", "data.video_frames=[4]"]
+    changes += ["data.max_clips=12", "data.max_total_seconds=6.0", "model.dit.sub_microbatch_size=12"]
+    samples = ["validation.enable=true", "validation.samples=12", "validation.freq=2", "validation.weights='ema'"]
+    run_ranks(train, 2, path, [*layout(pp=2), *changes, *samples])
+    run = tmp_path / "run"
+    record = json.loads((run / "validation_samples" / "step-2.json").read_text())
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    (line,) = (line for line in lines if line["step"] == 2 and "samples_judged" in line)
+    captions = list(dict.fromkeys(clip.caption for clip in shape_clips("validation", 60, 0, "easy")))
+    made = sample(run, tmp_path / "out", Wanted(prompts=tuple(captions), judged=True))
+    assert made.weights == "ema" and made.verdict is not None
+    assert (line["samples_judged"], line["samples_right"]) == (12, made.verdict.right)
+    with Image.open(tmp_path / "out" / "sheet.png") as theirs, Image.open(BytesIO(b64decode(record["image"]))) as ours:
+        difference = np.abs(np.asarray(ours).astype(int) - np.asarray(theirs).astype(int))
+    assert difference.max() <= 2 and difference.mean() < 0.01
+    assert json.loads((tmp_path / "out" / "samples.json").read_text())["verdict"]["num_clips"] == 12
+
+
+@pytest.mark.parametrize(
+    ("data", "words", "message"),
+    [
+        ("nowhere", [], "sample: --judge knows the pixels of the easy level of moving shapes alone, and data.source"),
+        ("easy", ["--prompt", "a dog"], "sample: --judge with --prompt 'a dog', which is no caption of the data"),
+        (
+            "easy",
+            ["--frames", "4"],
+            "--judge with clips of 4 frames of 12 x 8, but those of the data are 4 frames of 12",
+        ),
+    ],
+)
+def test_what_cannot_be_judged_is_refused(
+    tmp_path: Path, squares: Path, capsys: pytest.CaptureFixture[str], data: str, words: list[str], message: str
+) -> None:
+    source = str(squares) if data == "easy" else "unused"
+    run = run_of(tmp_path, data=dataclasses.replace(DATA, source=source))
+    assert main(["sample", str(run), "--judge", *words]) == 2
+    assert message in capsys.readouterr().err
+    assert not (run / "samples").exists()

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from mmtrain.checkpoint.run_folder import open_run
 from mmtrain.commands import answering
+from mmtrain.commands.adapter_folders import ExportForm
 from mmtrain.commands.answering import Answerer, Sampling, asked, questions
 from mmtrain.commands.cli import main
 from mmtrain.commands.export import export
@@ -219,12 +220,21 @@ def test_the_folder_reads_videos_as_the_job_did(tmp_path, name, stored):
     assert values["video_processor_type"] == kind
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "siglip, qwen2"])
-def test_adapters_are_one_folder_for_peft_or_in_the_weights(tmp_path, images, name):
-    model = with_lora(whole_folder(name, tmp_path / "whole"), ["encoder", "language"])
+DORA = {"use_dora": True, "use_rslora": True, "dropout": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("qwen2_5_vl", {}), ("qwen3_vl", {}), ("siglip, qwen2", {}), ("qwen2_5_vl", DORA), ("siglip, qwen2", DORA)],
+)
+def test_adapters_are_one_folder_for_peft_or_in_the_weights(tmp_path, images, name, settings):
+    modules = ["encoder", "projector", "language"] if settings else ["encoder", "language"]
+    model = with_lora(whole_folder(name, tmp_path / "whole"), modules, **settings)
+    if settings:
+        model = dataclasses.replace(model, language=dataclasses.replace(model.language, trainable_layers="-2.."))
     save_run(tmp_path / "run", model)
     export(tmp_path / "run", tmp_path / "out")
-    export(tmp_path / "run", tmp_path / "merged", merge_adapters=True)
+    export(tmp_path / "run", tmp_path / "merged", form=ExportForm(merge_adapters=True))
     base, merged = reader(tmp_path / "out"), reader(tmp_path / "merged")
     record, ours = asked("what?", images[:1]), Answerer.of(tmp_path / "merged")
     inputs = ours.inputs(record)
@@ -238,20 +248,78 @@ def test_adapters_are_one_folder_for_peft_or_in_the_weights(tmp_path, images, na
 
 
 @pytest.mark.parametrize("parts", [False, True])
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "siglip, qwen2"])
-def test_exported_adapters_start_the_next_job(tmp_path, name, parts):
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("qwen2_5_vl", {}), ("siglip, qwen2", {}), ("qwen2_5_vl", DORA), ("siglip, qwen2", DORA)],
+)
+def test_exported_adapters_start_the_next_job(tmp_path, name, settings, parts):
     from mmtrain.models.reference import ReferenceModel
 
-    model = with_lora(whole_folder(name, tmp_path / "whole"), ["encoder", "language"])
+    modules = ["encoder", "projector", "language"] if settings else ["encoder", "language"]
+    model = with_lora(whole_folder(name, tmp_path / "whole"), modules, **settings)
     chunks = save_run(tmp_path / "run", model)
     export(tmp_path / "run", tmp_path / "out", parts=parts)
     folder = tmp_path / ("out" if parts else "out/adapter")
     again = dataclasses.replace(model, lora=dataclasses.replace(model.lora, pretrained=str(folder)))
     new = ReferenceModel(again, model_spec(again), seed=7).weights()
     stored = {key: value for chunk in chunks.values() for key, value in chunk.named_parameters() if ".lora_" in key}
-    assert {name.partition(".")[0] for name in stored} == {"vision", "language"}
+    own = {"projector"} if settings and name == "siglip, qwen2" else set()
+    assert {name.partition(".")[0] for name in stored} == {"vision", "language"} | own
     for key, value in stored.items():
         assert torch.equal(new[key], value), key
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_adapters_alone_adapt_the_base_in_peft_and_in_the_next_job(tmp_path, images, parts):
+    from mmtrain.models.reference import ReferenceModel
+
+    model = with_lora(whole_folder("qwen2_5_vl", tmp_path / "whole"), ["encoder", "projector", "language"], **DORA)
+    chunks = save_run(tmp_path / "run", model)
+    export(tmp_path / "run", tmp_path / "alone", form=ExportForm(adapters_only=True), parts=parts)
+    files = {path.name for path in (tmp_path / "alone").rglob("*") if path.is_file()}
+    assert files == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
+    again = dataclasses.replace(model, lora=dataclasses.replace(model.lora, pretrained=str(tmp_path / "alone")))
+    new = ReferenceModel(again, model_spec(again), seed=7).weights()
+    stored = {key: value for chunk in chunks.values() for key, value in chunk.named_parameters() if ".lora_" in key}
+    assert stored and all(torch.equal(new[key], value) for key, value in stored.items())
+    if not parts:
+        export(tmp_path / "run", tmp_path / "merged", form=ExportForm(merge_adapters=True))
+        export(tmp_path / "run", tmp_path / "out")
+        inputs = Answerer.of(tmp_path / "merged").inputs(asked("what?", images[:1]))
+        with torch.no_grad():
+            expected = reader(tmp_path / "merged")(**inputs).logits
+            close(adapted(reader(tmp_path / "out"), tmp_path / "alone")(**inputs).logits, expected)
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_files_in_bfloat16_have_the_rounded_weights(tmp_path, parts):
+    from safetensors.torch import load_file
+
+    model = with_lora(whole_folder("qwen2_5_vl", tmp_path / "whole"), ["language"])
+    save_run(tmp_path / "run", model)
+    export(tmp_path / "run", tmp_path / "float32", parts=parts)
+    export(tmp_path / "run", tmp_path / "out", parts=parts, form=ExportForm(dtype=torch.bfloat16))
+    compared = 0
+    for path in (tmp_path / "float32").rglob("*.safetensors"):
+        wanted, found = load_file(path), load_file(tmp_path / "out" / path.relative_to(tmp_path / "float32"))
+        assert wanted.keys() == found.keys()
+        assert all(torch.equal(found[name], value.bfloat16()) for name, value in wanted.items())
+        compared += len(wanted)
+    assert compared > 50
+    whole = tmp_path / "out" / ("language" if parts else "")
+    assert json.loads((whole / "config.json").read_text())["dtype"] == "bfloat16"
+    assert ", bfloat16." in (tmp_path / "out/README.md").read_text()
+    if not parts:
+        assert reader(tmp_path / "out").dtype is torch.bfloat16, "as from_pretrained reads it"
+
+
+def test_adapters_alone_are_refused_where_others_trained(tmp_path):
+    save_run(tmp_path / "run", with_lora(whole_folder("qwen2_5_vl", tmp_path / "whole"), ["language"]))
+    with pytest.raises(ConfigError, match=r"model.encoder was trained with trainable = true, so adapters alone would"):
+        export(tmp_path / "run", tmp_path / "out", form=ExportForm(adapters_only=True))
+    save_run(tmp_path / "other", whole_folder("qwen2_5_vl", tmp_path / "whole2"))
+    with pytest.raises(ConfigError, match=r"nothing to write; leave --adapters-only out"):
+        export(tmp_path / "other", tmp_path / "out", form=ExportForm(adapters_only=True))
 
 
 def test_adapters_that_do_not_fit_are_refused(tmp_path):

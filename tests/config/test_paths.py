@@ -28,6 +28,7 @@ PATHS: dict[str, dict[str, Any]] = {
     "model.dit.pretrained": {},
     "model.projector.pretrained": {"kind": "llava"},
     "model.lora.pretrained": {},
+    "model.contrast.pretrained": {},
     "model.vae.pretrained": {},
 }
 """Key -> other keys that its section needs."""

@@ -79,6 +79,13 @@ def test_degrees_of_equal_pipelines_are_not_looked_for_in_a_job_of_others(comman
     assert "parallelism.pipelines = [2, 3], but this looks for degrees of equal pipelines" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", [["tune", "--cluster", "h800x8"], ["allocate", "--cluster", "h800", "--gpus", "8"]])
+def test_nor_in_an_elastic_job(command, capsys):
+    words = ["--config", "debug_vlm.toml", *(f"--{key}" for key in ONE), "--elastic.enable=true"]
+    assert main([*command, *words]) == 2
+    assert "elastic.enable = true, but this looks for degrees of equal pipelines" in capsys.readouterr().err
+
+
 def test_a_stage_larger_than_a_node_is_refused_before_anything_starts(capsys):
     keys = ["planner.hardware=h800", "parallelism.data_parallel_shard_degree=16", "training.global_batch_size=64"]
     words = ["--parallelism.pipeline_parallel_degree=1", "--parallelism.pipelines=[1,2]", *(f"--{key}" for key in keys)]

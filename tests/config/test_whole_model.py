@@ -3,7 +3,7 @@ import json
 import pytest
 
 from mmtrain.config import config
-from mmtrain.config.model import ProjectorConfig
+from mmtrain.config.model import ContrastConfig, ProjectorConfig
 from mmtrain.errors import ConfigError
 from mmtrain.families.catalogue import COMPOSITES
 from mmtrain.spec.vision_shapes import vision_shape
@@ -94,6 +94,9 @@ def test_a_config_json_tells_the_projector_and_the_encoder(tmp_path, monkeypatch
     for kind, whole in COMPOSITES.items():
         (folder / "config.json").write_text(json.dumps({"model_type": kind}))
         model = load(tmp_path, f'[model]\npretrained = "{source}"\n').model
+        if whole.loss:
+            assert model.contrast == ContrastConfig(loss=whole.loss, pretrained=source), kind
+            continue
         assert [model.projector_of(name).kind for name in model.encoders] == [whole.projector], kind
         projector = model.projector_of(next(iter(model.encoders)))
         assert projector.pretrained == ("" if projector.kind == "native" else source)

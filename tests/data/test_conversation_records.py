@@ -228,6 +228,22 @@ def test_images_of_parts_and_of_columns_keep_their_order(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("more", "contents"),
+    [
+        ({}, ["Add.", "3"]),
+        ({"input": "", "history": []}, ["Add.", "3"]),
+        ({"input": "1 2", "history": [["One?", "1"], ["Two?", "2"]]}, ["One?", "1", "Two?", "2", "Add.\n1 2", "3"]),
+    ],
+)
+def test_an_instruction_has_its_input_and_the_turns_before(
+    folder: Path, more: dict[str, Any], contents: list[str]
+) -> None:
+    messages = read_row(folder, {"instruction": "Add.", "output": "3", **more}).messages
+    assert [message["content"] for message in messages] == contents
+    assert [message["role"] for message in messages] == ["user", "assistant"] * (len(contents) // 2)
+
+
+@pytest.mark.parametrize(
     ("row", "message"),
     [
         ({"conversations": [{"from": "bing", "value": "a"}]}, "a turn is from 'bing'; it must be from human, gpt, s"),
@@ -237,6 +253,10 @@ def test_images_of_parts_and_of_columns_keep_their_order(folder: Path) -> None:
         ({"texts": []}, "its `texts` is empty; its columns are texts$"),
         ({"messages": None}, "its `messages` is null; its columns are messages$"),
         ({"messages": None, "text": "a"}, "its `messages` is null; its columns are messages, text$"),
+        ({"instruction": "a", "output": "b", "history": "c"}, "`history` is not a list of pairs; write a question and"),
+        ({"instruction": "a", "output": 3}, "`output` is a int; it must be text"),
+        ({"instruction": ["a"], "output": "b"}, "`instruction` is a list; it must be text"),
+        ({"instruction": "a", "output": "b", "history": [["c", 1]]}, "`history` is a int; it must be text"),
         ({"question": "a", "id": 1}, "no `answer`; its columns are question, id$"),
         ({"txt": "a"}, "no image, video or sound; it has only `txt`, a text about one$"),
         ({"id": 1}, "no conversation; its columns are id; it needs `messages`, `conversations`, `texts`, `question`"),
@@ -283,8 +303,8 @@ def test_bad_conversations_are_named(folder: Path, processor: Processor, turns: 
     [
         ("message images",
          r"has the columns message, images, but a conversation needs `messages`, `conversations`, `texts`, `question` "
-         r"with `answer`, or an image, video or sound with one of `caption`, `text`, `txt`; "
-         r"if 'message' is a list of turns, rename it to 'messages'$"),
+             r"with `answer`, `instruction` with `output`, or an image, video or sound with one of `caption`, `text`, "
+             r"`txt`; if 'message' is a list of turns, rename it to 'messages'$"),
         ("txt __key__", r"has the columns txt, __key__, but .*; rename yours, or write them as `messages` \(docs"),
         ("text", r"has the columns text, but .*; rename yours, or write them as `messages` \(docs"),
         ("id image", "has the columns id, image, but .*; rename yours, or write them as `messages`"),

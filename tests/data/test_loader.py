@@ -1,5 +1,6 @@
 import dataclasses
 import functools
+import importlib
 import itertools
 import multiprocessing
 import operator
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mmtrain.config.config import Config
 from mmtrain.config.data import TokenizerConfig
-from mmtrain.data.loader import Loader, Step
+from mmtrain.data.loader import IMPORTED, Loader, Step
 from mmtrain.data.packing import LoaderState
 from mmtrain.errors import ConfigError, DataError
 from mmtrain.models.batch import IGNORE_INDEX, Batch
@@ -407,3 +408,8 @@ def test_a_killed_worker_ends_the_loader_with_a_sentence(charts: Path) -> None:
     while multiprocessing.active_children() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert multiprocessing.active_children() == []
+
+
+def test_what_workers_are_forked_with_is_there() -> None:
+    for name in IMPORTED:  # the server of forks ignores what it cannot import
+        importlib.import_module(name)

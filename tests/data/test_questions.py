@@ -122,7 +122,7 @@ def test_questions_that_do_not_fit_are_left_out_or_named(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (CHANGES[1:2], "validation.generate = 5, but validation.enable = false, so no question is asked"),
+        (CHANGES[1:2], "validation.generate = 5, but validation.enable = false, so there is no validation"),
         ([*CHANGES, "--validation.generate_tokens=0"], "validation.generate_tokens = 0; it must be at least 1"),
         ([*CHANGES, "--validation.generate=-1"], "validation.generate = -1; it must be at least 0"),
     ],

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from mmtrain.checkpoint.checkpoint import Checkpointer
 from mmtrain.checkpoint.files import MANIFEST
 from mmtrain.checkpoint.state import NamedTensors, TrainState
-from mmtrain.config.sections import CheckpointConfig, OptimizerConfig
+from mmtrain.config.optimizer import OptimizerConfig
+from mmtrain.config.sections import CheckpointConfig
 from mmtrain.errors import MMTrainError
 from mmtrain.parallel.optim import build_optimizers
 

@@ -21,7 +21,7 @@ KILLS = 10
 
 def timed(rank: int, path: Path, overrides: list[str]) -> float:
     """Seconds of the loop of a job that is not killed."""
-    from mmtrain.trainer import Trainer
+    from mmtrain.training.trainer import Trainer
 
     loop, found = Trainer._loop, []
 
@@ -38,7 +38,7 @@ def timed(rank: int, path: Path, overrides: list[str]) -> float:
 
 def killed(rank: int, path: Path, overrides: list[str], victims: list[int], phase: str, seconds: float) -> None:
     """The victims are killed some time after a phase has begun: `set_up` or `_loop` of the trainer."""
-    from mmtrain.trainer import Trainer
+    from mmtrain.training.trainer import Trainer
 
     def kill() -> None:
         time.sleep(seconds)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mmtrain.config import config
-from mmtrain.config.model import DitConfig, LanguageConfig
+from mmtrain.config.model import ContrastConfig, DitConfig, LanguageConfig
 from mmtrain.errors import ConfigError
 from mmtrain.modality.bitfield import language_bits
 from mmtrain.modality.metadata import DocumentMeta, IterationMeta, MicrobatchMeta
@@ -29,8 +29,12 @@ TORCH = {
 """Name -> a model with it, torch's function, and targets for predictions of a shape."""
 
 
+PAIRS = ("clip", "siglip")
+"""Losses of pairs, which `test_contrast.py` compares."""
+
+
 def test_every_loss_is_compared():
-    assert set(TORCH) == set(LOSSES)
+    assert {*TORCH, *PAIRS} == set(LOSSES)
 
 
 @pytest.mark.parametrize("rows", [5, 0])
@@ -93,5 +97,9 @@ def test_an_unknown_loss_is_refused(key):
 
 
 def test_the_keys_name_the_losses_of_the_table():
-    named = {name for section in (LanguageConfig, DitConfig) for name in get_args(get_type_hints(section)["loss"])}
+    named = {
+        name
+        for section in (LanguageConfig, DitConfig, ContrastConfig)
+        for name in get_args(get_type_hints(section)["loss"])
+    }
     assert named == set(LOSSES)

@@ -17,14 +17,15 @@ from mmtrain.commands import driven_steps
 from mmtrain.config import config
 from mmtrain.config.data import DataConfig
 from mmtrain.config.model import ProjectorConfig
-from mmtrain.config.sections import LRSchedulerConfig, ParallelismConfig, TrainingConfig
+from mmtrain.config.optimizer import LRSchedulerConfig
+from mmtrain.config.sections import ParallelismConfig, TrainingConfig
 from mmtrain.data.noise import noise_batch
 from mmtrain.errors import ConfigError
 from mmtrain.modality.probes import mixed_iteration
 from mmtrain.models.batch import IGNORE_INDEX
 from mmtrain.models.multimodal import EncoderModule, MultimodalModule, ParallelSpec
 from mmtrain.models.projector import make_projector
-from mmtrain.trainer import Trainer
+from mmtrain.training.trainer import Trainer
 from tests.guides import DOCS, blocks
 from tests.ranks import run_ranks
 

@@ -1,5 +1,6 @@
 """What trains, adapters of `peft` in chunks, and what they cost."""
 
+import dataclasses
 import itertools
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mmtrain.config.model import LanguageConfig, ModelConfig
 from mmtrain.modality.bitfield import segment_bits
+from mmtrain.models.adapter_layers import DropoutKeys
 from mmtrain.models.attention.context import attention_context
 from mmtrain.models.build import build_chunk
 from mmtrain.models.initialise import init_weights
@@ -241,6 +243,47 @@ def test_kept_bytes_are_not_more_than_the_spec_says(tiny, module, choice):
     rms_norm = module == "language" or "qwen2_5_vl" in choice.values()
     frozen_norms = 2 * 4 * x.shape[1] * len(x) if rms_norm else 0
     assert adapted == trained + added - frozen_norms
+
+
+@pytest.mark.parametrize(
+    "settings", [{"use_dora": True}, {"dropout": 0.1}, {"use_dora": True, "dropout": 0.1}], ids=str
+)
+@pytest.mark.parametrize(("module", "choice"), [FAMILIES[0], FAMILIES[1], FAMILIES[3], *FAMILIES[-2:]])
+def test_lengths_and_dropped_inputs_are_kept_in_addition(tiny, module, choice, settings):
+    plain = with_lora(tiny.model(**choice))
+    model = with_lora(tiny.model(**choice), **settings)
+    x = input_of_block(model, module, True)
+    chunks = [build(m, module, (1, 2)) for m in (plain, model)]
+    for chunk in chunks:
+        DropoutKeys(chunk).now = 3
+    blocks = [model_spec(m).module(module).layers[1] for m in (plain, model)]
+    assert sum(p.numel() for p in chunks[1].parameters()) == blocks[1].num_params
+    assert sum(p.numel() for p in chunks[1].parameters() if p.requires_grad) == blocks[1].num_trainable_params
+    size = WorkSize(rows=len(x), pairs=0, outputs=0)
+    added = blocks[1].activation_bytes(size) - blocks[0].activation_bytes(size)
+    kept = [kept_bytes(chunk, module, x) for chunk in chunks]
+    # Two rows of lengths for each layer may be one; the normed rows of frozen norms are not kept.
+    assert 0.85 * added - 2 * 4 * x.shape[1] * len(x) < kept[1] - kept[0] <= added
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize(("module", "choice"), FAMILIES)
+def test_chosen_blocks_train_alone(tiny, module, choice, lora):
+    model = with_lora(tiny.model(**choice)) if lora else tiny.model(**choice)
+    name = "encoder" if module == "vision" else "language"
+    section = dataclasses.replace(getattr(model, name), trainable_layers="1..1")
+    model = dataclasses.replace(model, **{name: section})
+    spec, chunk = model_spec(model).module(module), build(model, module)
+    blocks = [layer for layer in spec.layers if layer.is_block]
+    assert [layer.trainable for layer in blocks] == [index == 1 for index in range(len(blocks))]
+    trained = {n: p for n, p in chunk.named_parameters() if p.requires_grad and not n.startswith("projector")}
+    assert trained
+    assert all(".1." in name and (is_adapter(name) or not lora) for name in trained)
+    assert sum(p.numel() for p in trained.values()) == sum(layer.num_trainable_params for layer in blocks)
+    assert sum(p.numel() for p in chunk.parameters()) == spec.num_params - sum(x.num_shared_params for x in spec.layers)
+    for layers in ((0, 2), (2, 3)):  # a chunk without a chosen block, and with one
+        part = build(model, module, layers)
+        assert any(p.requires_grad for p in part.parameters()) == (layers == (2, 3))
 
 
 def test_peft_is_loaded_only_for_adapters():

@@ -19,6 +19,9 @@ class LeaderAlone:
     class place:
         cp = tp = 0
 
+    class layout:
+        cp = 1
+
     is_leader = True
 
 

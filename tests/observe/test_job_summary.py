@@ -10,7 +10,7 @@ from mmtrain.config import config
 from mmtrain.config.config import each_pipeline
 from mmtrain.config.sections import MetricsConfig
 from mmtrain.data.questions import Answer
-from mmtrain.observe.job_summary import FEW_CLIPS, few_clips, start_lines
+from mmtrain.observe.job_summary import FEW_CLIPS, few_clips, high_rate, start_lines
 from mmtrain.observe.log_file import setup_logging
 from mmtrain.observe.reporter import Reporter
 from mmtrain.observe.validation import Validation
@@ -116,6 +116,25 @@ def test_a_dit_that_has_seen_few_clips_since_random_weights_is_named():
     published = ["--model.dit.config={}", "--model.dit.pretrained=models/wan"]
     assert not few_clips(config.load("debug_t2v.toml", published), 100)
     assert few_clips(config.load("debug_t2v.toml", [*published, "--model.dit.weights=random"]), 100)
+
+
+def test_the_default_rate_is_named_where_published_weights_train_with_it():
+    default = ["--optimizer.lr=8e-4"]
+    published = ["--model.language.config={}", "--model.language.pretrained=models/qwen2"]
+    said = high_rate(config.load("debug_vlm.toml", [*default, *published]))
+    assert said.startswith("optimizer.lr = 0.0008 is the default, which is meant for random weights; published ones")
+    assert "(language)" in said and "\n" not in said
+    assert not high_rate(config.load("debug_vlm.toml", default)), "random weights"
+    assert not high_rate(config.load("debug_vlm.toml", [*published, "--optimizer.lr=1e-5"]))
+    assert not high_rate(config.load("debug_vlm.toml", [*default, *published, "--model.language.weights=random"]))
+    assert not high_rate(config.load("debug_vlm.toml", [*default, *published, "--model.language.trainable=false"]))
+    of_its_own = "--optimizer.groups=[{module='language', lr=1e-5}]"
+    assert not high_rate(config.load("debug_vlm.toml", [*default, *published, of_its_own]))
+
+
+def test_a_job_of_epochs_says_so():
+    words = ["--training.steps=0", "--training.epochs=3"]
+    assert any("; 3 epochs in steps of 4 microbatches x 256 tokens" in line for line in lines("debug_vlm.toml", *words))
 
 
 @pytest.fixture

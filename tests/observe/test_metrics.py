@@ -222,6 +222,22 @@ def test_several_sources_are_seen_by_their_names(tmp_path, capsys, monkeypatch):
     assert scalars[1]["validation_metrics/loss/charts"] == 2.0
 
 
+def test_recall_of_pairs_has_its_own_name(tmp_path, capsys, monkeypatch):
+    setup_logging(0)
+    report = reporter(tmp_path)
+    scalars = []
+    monkeypatch.setattr(report, "_scalars", lambda values, step: scalars.append(values))
+    report.validation(1, Validation(loss=1.0, accuracy={}, recall={"images@1": (1, 4), "captions@5": (4, 4)}))
+    report.validation(2, Validation(loss=1.0, accuracy={"easy": (1, 2)}))
+    report.close()
+    pairs, answers = capsys.readouterr().out.splitlines()
+    assert pairs.endswith("loss:  1.0000  recall  captions@5: 100.0%  images@1: 25.0%")
+    assert answers.endswith("loss:  1.0000  accuracy  easy: 50.0%")
+    first, second = lines(tmp_path)
+    assert first["recall"] == {"captions@5": 1.0, "images@1": 0.25} and "recall" not in second
+    assert scalars[0]["validation_metrics/recall/images@1"] == 0.25
+
+
 def test_counts_of_the_run_go_on_from_step_to_step():
     metrics = Metrics()
     found = [recorded(metrics, unassigned=n, plan_late=n).finished() for n in (0, 3, 2)]

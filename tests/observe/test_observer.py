@@ -34,7 +34,7 @@ class Watching(Observer):
 
 
 def watched(rank: int, path: Path, overrides: list[str]) -> list[tuple]:
-    from mmtrain.trainer import Trainer
+    from mmtrain.training.trainer import Trainer
 
     observer = Watching(rank)
     Trainer(config.load(path, overrides), observers=[observer]).run()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from mmtrain.config.config import Config, uses_fsdp
 from mmtrain.config.data import DataConfig
@@ -17,12 +18,13 @@ from mmtrain.config.sections import ActivationCheckpointConfig, ParallelismConfi
 from mmtrain.config.topology import JobLayout
 from mmtrain.costs.cost_model import FlopsCosts
 from mmtrain.errors import PlanError
-from mmtrain.modality.submesh import Submesh
+from mmtrain.modality.submesh import Submesh, language_mask
 from mmtrain.modality.typical import reference_sizes
+from mmtrain.models.batch import labelled_tokens
 from mmtrain.parallel.build import build_local_model, check_same_program
 from mmtrain.parallel.feed import StepFeed
 from mmtrain.parallel.feeds.inputs import StepInputs
-from mmtrain.parallel.grads import fill_missing_grads, local_part, total_norm
+from mmtrain.parallel.grads import fill_missing_grads, local_part, squared_norm
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.replica_data import ReplicaData
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
@@ -45,6 +47,8 @@ from mmtrain.simulator.partition_choice import partition_of
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.memory_strategies import BlockMemory, StageMemory
 from mmtrain.spec.shapes import dit_shape
+from mmtrain.spec.spec import ModelSpec
+from mmtrain.spec.vocabulary import divided_vocabulary
 from tests.pairwise import covering
 from tests.reference import NOISE, PLANNER, TRAINING, make_batch, reference_gradients
 
@@ -53,6 +57,8 @@ MIXED = [[[2, 0, 1], [0, 0], [3], [1, 1]], [[0], [4, 1], [0, 0], [2]]]
 TEXT_ON_ONE = [MIXED[0], [[0], [0], [0, 0], [0]]]
 NO_IMAGE = [[[0, 0], [0]], [[0], [0]]]
 KEEP_ALL = ActivationCheckpointConfig()
+DROPOUT_KEY = 11
+"""Of every work: its masks then depend on the layer and its rows alone, as those of a model that runs no works."""
 
 
 def searched(problem: PlanningProblem) -> Plan:
@@ -79,6 +85,8 @@ class Case:
     """How the config says that modules are cut; empty: by DIP's rule where the model leaves it open."""
     placed: str = ""
     """How the config places modules; empty: on all ranks."""
+    vocabulary: bool = False
+    """Whether pipeline ranks divide it."""
     split: str = "balanced"
     share_patches: bool = False
     head_groups: int = 1
@@ -95,12 +103,16 @@ class Case:
     prepare: Callable[[torch.nn.Module], None] | None = None
     """Changes the values of a chunk; what it does must depend on the names of parameters alone."""
 
+    def spec(self, pp: int, tp: int) -> ModelSpec:
+        spec = model_spec(self.model)
+        return divided_vocabulary(spec, pp, tp) if self.vocabulary and pp > 1 else spec
+
     def submesh(self, shape: JobLayout) -> Submesh:
         return Submesh(
             cp=shape.cp, tp=shape.tp, split=self.split, block_size=4,
             share_patches=self.share_patches and shape.cp > 1, head_groups=self.head_groups,
             data_encoder=self.data_encoder and shape.tp > 1,
-            attention_mask=self.model.language.attention_mask,
+            attention_mask=language_mask(self.model),
         )  # fmt: skip
 
 
@@ -192,7 +204,7 @@ def run_layout(rank, shape, cases) -> dict[tuple, Found]:
     found = {}
     depth = shape.depths[shape.coordinates(rank).pipeline]
     for name, case in cases.items():
-        submesh, parts = case.submesh(shape), cut(case, JobLayout.grid(pp=depth))
+        submesh, parts = case.submesh(shape), cut(case, JobLayout.grid(pp=depth, tp=shape.tp))
         key = submesh.data_encoder
         if key not in meshes:
             meshes[key] = build_mesh(shape, torch.device("cpu"), data_encoder=key)
@@ -203,7 +215,7 @@ def run_layout(rank, shape, cases) -> dict[tuple, Found]:
 
 def cut(case, shape):
     """The partition of a case."""
-    model, spec = case.model, model_spec(case.model)
+    model, spec = case.model, case.spec(shape.pp, shape.tp)
     if case.partition or case.placed:
         job = Config(
             model=model, data=DataConfig(source="nowhere"), training=case.training,
@@ -218,7 +230,7 @@ def cut(case, shape):
 
 
 def run_case(mesh, case, submesh, parts):
-    model, spec = case.model, model_spec(case.model)
+    model, spec = case.model, case.spec(parts.num_ranks, mesh.layout.tp)
     local = build_local_model(
         model, spec, parts, mesh, case.training, seed=5, regathered=case.regathered, recompute=case.recompute
     )
@@ -226,7 +238,7 @@ def run_case(mesh, case, submesh, parts):
         case.prepare(chunk)
     runtime = PipelineScheduleRuntime(local.stages, reduced=local.sums.stage_reduced)
     batches = [make_batch(model, case.images[replica % 2], seed=replica + 1) for replica in range(mesh.layout.dp)]
-    wanted_loss, wanted = reference_gradients(model, spec, batches, seed=5, prepare=case.prepare)
+    wanted_loss, wanted = reference_gradients(model, model_spec(model), batches, seed=5, prepare=case.prepare)
     found = {}
     whole = {}
     for run in case.runs:
@@ -297,10 +309,15 @@ def run_step(
     values = 1
     if model.dit is not None:
         values = dit_shape(model).output_dim
-    inputs = StepInputs(layout=plan.layout, meta=meta, mesh=mesh, batch=item.batch, labels=item.labels, noise=NOISE)
+    layout = plan.layout.with_labelled(labelled_tokens(item.labels))
+    inputs = StepInputs(layout=layout, meta=meta, mesh=mesh, batch=item.batch, labels=item.labels, noise=NOISE)
     num_targets = values * sum(m.num_targets for _, m in batches)
     place = mesh.place
-    runtime.load(program, lambda stage, work: planner.job.output_shape(plan.layout, stage, work, place.cp, place.tp))
+    runtime.load(
+        program,
+        lambda stage, work: planner.job.output_shape(layout, stage, work, place.cp, place.tp),
+        key_of=(lambda work: DROPOUT_KEY) if model.lora.dropout else None,
+    )
     outcome = runtime.step(StepFeed(parts, inputs), loss_grad=1 / num_targets)
     fill_missing_grads(local.parameters)
     finish_gradients(local.parameters)
@@ -335,7 +352,8 @@ def changed_program(planner, plan, delay, every, braids):
     if braids is not None:
         changed = draw_braids(changed, braids)
     check_plan(changed, plan.problem)
-    regathered = [stage.index for stage in planner.job.partition.stages if stage.module in planner.job.regathered]
+    spec, stages = planner.job.spec, planner.job.partition.stages
+    regathered = [s.index for s in stages if spec.module(s.module).section in planner.job.regathered]
     program = lower(changed, plan.problem, sharded=planner.job.sharded, regathered=regathered, reduce=True)
     check_transport(program)
     return program
@@ -376,7 +394,9 @@ def draw_memories(parts, spec, graph, seed):
 
 def compare(mesh, parts, local, loss, wanted_loss, wanted):
     skip = local.tied[-1] if local.tied and parts.of_module("language")[-1].pp_rank == mesh.pp_rank else None
-    norm = total_norm(local.parameters, mesh, skip=skip)
+    square = squared_norm(local.parameters, mesh, skip=skip)
+    dist.all_reduce(square)
+    norm = square.sqrt()
     largest = max(g.abs().max() for g in wanted.values())
     worst, worst_name, compared = 0.0, "", set()
     for chunk in local.chunks:
@@ -385,9 +405,11 @@ def compare(mesh, parts, local, loss, wanted_loss, wanted):
                 assert parameter.grad is None, name
                 continue
             grad = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
+            rows = slice(*chunk.stored_rows[name][:2]) if name in chunk.stored_rows else slice(None)
             name = local.aliases.get(name, name)
-            assert grad.shape == wanted[name].shape, name
-            error = float((grad - wanted[name]).abs().max() / (wanted[name].abs().max() + 1e-3 * largest))
+            theirs = wanted[name][rows] if rows.stop else wanted[name]
+            assert grad.shape == theirs.shape, name
+            error = float((grad - theirs).abs().max() / (theirs.abs().max() + 1e-3 * largest))
             if not error <= worst:
                 worst, worst_name = error, name
             compared.add(name)

@@ -32,7 +32,7 @@ def degrees(layout):
 def differences(rank, path, layout, variants):
     """For each variant: (loss, norm, largest difference of a gradient from the first variant's), on one rank."""
     from mmtrain.commands import driven_steps
-    from mmtrain.trainer import Trainer
+    from mmtrain.training.trainer import Trainer
 
     found, first = [], None
     for overrides in variants:
@@ -91,7 +91,7 @@ def states(rank, path):
     """Where parameters are between two uses: (gathered units after a forward, actions of the program)."""
     from mmtrain.commands import driven_steps
     from mmtrain.parallel.torch_private import fsdp_modules
-    from mmtrain.trainer import Trainer
+    from mmtrain.training.trainer import Trainer
 
     found = {}
     for overrides in ([], [ALWAYS]):
@@ -166,7 +166,7 @@ def test_offloaded_parameters_gradients_and_moments_are_in_host_memory(tmp_path,
     from mmtrain.commands import driven_steps
     from mmtrain.parallel.meeting import meet
     from mmtrain.parallel.mesh import init_process_group
-    from mmtrain.trainer import Trainer
+    from mmtrain.training.trainer import Trainer
 
     path = write_config(tmp_path, charts)
     job = config.load(path, [OFFLOAD, "debug.deterministic=false"])

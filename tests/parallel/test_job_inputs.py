@@ -172,7 +172,7 @@ def test_several_sources_count_one_by_one(job):
 def test_versions_and_sources_are_compared(job, monkeypatch, tmp_path):
     before = of(job)
     assert before["versions"].values["torch"] == torch.__version__
-    assert "mmtrain/trainer.py" in before["source of mmtrain"].values
+    assert "mmtrain/training/trainer.py" in before["source of mmtrain"].values
     monkeypatch.setattr(module.torch, "__version__", "2.0")
     assert differing(before, of(job)) == {"versions": {"torch"}}
 

@@ -7,8 +7,10 @@ from torch import nn
 from mmtrain.config.topology import JobLayout
 from mmtrain.errors import PlanError
 from mmtrain.parallel import layer_sums
+from mmtrain.parallel.grads import squared_norm
 from mmtrain.parallel.layer_sums import LayerSums
 from mmtrain.parallel.mesh import build_mesh
+from mmtrain.spec.vocabulary import vocabulary_rows
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -118,3 +120,29 @@ def test_a_pipeline_alone_adds_up_its_tied_copies_only():
     ((none, one, first, last),) = run_ranks(alone, 1)
     assert (none, one) == (0, 1)
     assert torch.equal(first, gradient("a", 0) + gradient("d", 0)) and torch.equal(first, last)
+
+
+def of_rows(rank):
+    """The gradient after the sums, the square of the norm, and messages: 2 pipelines whose ranks have 3 rows of 6."""
+    mesh = build_mesh(JobLayout(depths=(2, 2)), torch.device("cpu"))
+    part = chunk("a", rank)
+    part.stored_rows = {"a.weight": vocabulary_rows(6, 2)[mesh.place.pp]}
+    sums = LayerSums.of({mesh.place.pp: part}, {}, mesh, torch.float32)
+    parameter = part["a"].weight
+    parameter.grad = gradient("a", rank)
+    sums.stage_reduced(mesh.place.pp)
+    sums.finish()
+    own = squared_norm([parameter], mesh)
+    torch.distributed.all_reduce(own)
+    return parameter.grad, own.item(), len(sums.sums)
+
+
+def test_rows_of_one_matrix_are_no_copies():
+    """Ranks of one pipeline have rows of equal shapes, whose sum is over the pipelines alone."""
+    grads = [gradient("a", rank) for rank in range(4)]
+    wanted = [grads[rank % 2] + grads[rank % 2 + 2] for rank in range(4)]
+    norm = sum(grad.square().sum().item() for grad in wanted[:2])
+    for rank, (grad, found, messages) in enumerate(run_ranks(of_rows, 4)):
+        assert torch.equal(grad, wanted[rank])
+        assert found == norm
+        assert messages == 1

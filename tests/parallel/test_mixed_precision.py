@@ -17,6 +17,7 @@ from mmtrain.planner.job import Job
 from mmtrain.planner.partition.partition import partition
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.spec.builders import model_spec
+from mmtrain.spec.vocabulary import divided_vocabulary
 from tests.parallel.parity import MIXED, run_step
 from tests.ranks import run_ranks
 from tests.reference import PLANNER, TRAINING, make_batch, model_config, reference_gradients
@@ -25,11 +26,13 @@ TOLERANCE = 0.02
 """L2 norm of the difference of all gradients, relative to the float32 gradients'. Measured: 0.0082 to 0.0089."""
 
 
-def gradients(rank, shape):
+def gradients(rank, shape, divided):
     mesh = build_mesh(shape, torch.device("cpu"))
     training = dataclasses.replace(TRAINING, mixed_precision_param="bfloat16")
     model = model_config(tied=True)
     spec = model_spec(model, dtype_bytes=2)
+    if divided:
+        spec = divided_vocabulary(spec, shape.pp, shape.tp)
     parts = partition(spec, shape.pp, {"vision": 1, "language": 1}, reference_sizes(spec, training.seq_len))
     local = build_local_model(model, spec, parts, mesh, training, seed=5)
     runtime = PipelineScheduleRuntime(local.stages)
@@ -40,12 +43,13 @@ def gradients(rank, shape):
     ))  # fmt: skip
     batches = [make_batch(model, MIXED[replica], seed=replica + 1) for replica in range(shape.dp)]
     loss = run_step(mesh, parts, planner, model, local, runtime, batches)
-    wanted_loss, wanted = reference_gradients(model, spec, batches, seed=5)
+    wanted_loss, wanted = reference_gradients(model, model_spec(model), batches, seed=5)
     difference = total = 0.0
-    for parameter, name in ((p, n) for c in local.chunks for n, p in c.named_parameters()):
+    for chunk, name, parameter in ((c, n, p) for c in local.chunks for n, p in c.named_parameters()):
         assert parameter.dtype == parameter.grad.dtype == torch.float32, name
         grad = parameter.grad.full_tensor()
-        reference = wanted[local.aliases.get(name, name)]
+        rows = slice(*chunk.stored_rows[name][:2]) if name in chunk.stored_rows else slice(None)
+        reference = wanted[local.aliases.get(name, name)][rows]
         difference += float((grad - reference).pow(2).sum())
         total += float(reference.pow(2).sum())
     return abs(loss - wanted_loss) / wanted_loss, difference, total
@@ -53,17 +57,20 @@ def gradients(rank, shape):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "shape",
+    ("shape", "divided"),
     [
-        JobLayout.grid(),
-        JobLayout.grid(pp=2, dp_shard=2),
-        JobLayout.grid(cp=2, tp=2),
-        *(pytest.param(JobLayout.grid(**{axis: 2}), marks=pytest.mark.nightly) for axis in ("pp", "cp", "tp")),
+        (JobLayout.grid(), False),
+        (JobLayout.grid(pp=2, dp_shard=2), False),
+        (JobLayout.grid(cp=2, tp=2), False),
+        (JobLayout.grid(pp=2, dp_shard=2), True),
+        *(pytest.param(JobLayout.grid(**{axis: 2}), False, marks=pytest.mark.nightly) for axis in ("pp", "cp", "tp")),
+        pytest.param(JobLayout.grid(pp=2, tp=2), True, marks=pytest.mark.nightly),
+        pytest.param(JobLayout.grid(pp=4), True, marks=pytest.mark.nightly),
     ],
     ids=str,
 )
-def test_bfloat16_gradients_are_close_to_float32(shape):
-    found = run_ranks(gradients, shape.world_size, shape)
+def test_bfloat16_gradients_are_close_to_float32(shape, divided):
+    found = run_ranks(gradients, shape.world_size, shape, divided)
     assert all(loss < 1e-3 for loss, _, _ in found)
     error = (sum(d for _, d, _ in found) / sum(t for _, _, t in found)) ** 0.5
     assert 0 < error < TOLERANCE

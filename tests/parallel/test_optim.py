@@ -1,5 +1,6 @@
 import math
 import re
+from itertools import pairwise
 
 import pytest
 import torch
@@ -7,9 +8,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from mmtrain.config.sections import LRSchedulerConfig, OptimizerConfig, OptimizerGroup
+from mmtrain.config.optimizer import LRSchedulerConfig, OptimizerConfig, OptimizerGroup
 from mmtrain.errors import ConfigError
-from mmtrain.parallel.optim import LocalOptimizers, build_optimizers, check_groups, lr_factor, set_lr
+from mmtrain.parallel.optim import LocalOptimizers, build_optimizers, check_groups, ema_part, lr_factor, set_lr
 from mmtrain.parallel.titan import FrozenAwareOptimizers
 from tests.ranks import run_ranks
 
@@ -222,6 +223,88 @@ def test_groups_that_say_nothing_are_refused(values, reason):
         OptimizerGroup(**values)
 
 
+# ------------------------------------------------------------------------------------------------ averages
+
+
+def averaged_steps(moments_dtype="float32", divided=None):
+    """Weights after each of five steps, and the averages after them."""
+    torch.manual_seed(0)
+    model = Model()
+    if divided is not None:
+        for module in model.children():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                module.register_parameter(
+                    name, nn.Parameter(distribute_tensor(parameter.detach(), divided, [Shard(0)]))
+                )
+    section = OptimizerConfig(lr=0.1, ema_decay=0.3, moments_dtype=moments_dtype)
+    optimizers = build_optimizers(section, [model], [])
+    weights = []
+    for step in range(1, 6):
+        for parameter in model.parameters():
+            grad = torch.randn(parameter.shape)
+            parameter.grad = grad if divided is None else distribute_tensor(grad, divided, [Shard(0)])
+        optimizers.step()
+        optimizers.average(step)
+        optimizers.zero_grad()
+        weights.append([whole(p) for p in model.parameters()])
+    with optimizers.averaged():
+        averages = [whole(p) for p in model.parameters()]
+    assert all(torch.equal(whole(p), last) for p, last in zip(model.parameters(), weights[-1], strict=True))
+    state = optimizers.state_dict()
+    assert all(
+        torch.equal(whole(state[f"state.{name}.ema"]), value)
+        for (name, _), value in zip(model.named_parameters(), averages, strict=True)
+    )
+    return weights, averages
+
+
+def whole(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def divided_averages(rank, moments_dtype):
+    return averaged_steps(moments_dtype, init_device_mesh("cpu", (2,)))[1]
+
+
+def test_the_part_that_stays_grows_to_the_decay():
+    assert [ema_part(0.9, step) for step in (1, 2, 79)] == [2 / 11, 3 / 12, 80 / 89]
+    assert ema_part(0.9, 81) == ema_part(0.9, 10**6) == 0.9
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+def test_averages_are_those_of_a_plain_loop_on_any_shards(moments):
+    weights, averages = averaged_steps(moments)
+    for (first, *rest), average in zip(zip(*weights, strict=True), averages, strict=True):
+        expected = first
+        for step, value in enumerate(rest, 2):
+            part = min(0.3, (1 + step) / (10 + step))
+            expected = part * expected + (1 - part) * value
+        assert torch.allclose(average, expected, rtol=0, atol=1e-6)  # measured 6e-8
+    for found in run_ranks(divided_averages, 2, moments):
+        assert all(torch.equal(a, b) for a, b in zip(found, averages, strict=True))
+
+
+def test_a_job_without_averages_has_none_and_a_state_without_them_begins_at_the_weights():
+    model = Model()
+    without = build_optimizers(OptimizerConfig(), [model], [])
+    without.average(1)
+    with without.averaged():
+        pass
+    state = without.state_dict()
+    assert not any("ema" in key for key in state)
+    optimizers = build_optimizers(OptimizerConfig(ema_decay=0.5), [model], [])
+    optimizers.load_state_dict(state)
+    found = optimizers.state_dict()
+    assert all(torch.equal(found[f"state.{name}.ema"], value) for name, value in model.named_parameters())
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.0])
+def test_a_decay_is_from_0_to_below_1(value):
+    with pytest.raises(ConfigError, match=f"optimizer.ema_decay = {value}"):
+        OptimizerConfig(ema_decay=value)
+
+
 # ------------------------------------------------------------------------------------------------ bfloat16 moments
 
 
@@ -275,3 +358,29 @@ def test_bfloat16_moments_only_round():
 def test_bfloat16_moments_refuse_decays_that_they_cannot_resolve():
     with pytest.raises(ConfigError, match=r"optimizer.beta2 = 0.999, but .* set beta2 to at most 0.99, or"):
         OptimizerConfig(beta2=0.999, moments_dtype="bfloat16")
+
+
+def test_a_warm_up_may_be_a_part_of_all_steps():
+    ratio, steps = LRSchedulerConfig(warmup_ratio=0.25), LRSchedulerConfig(warmup_steps=5)
+    assert [lr_factor(ratio, step, 20) for step in range(1, 21)] == [
+        lr_factor(steps, step, 20) for step in range(1, 21)
+    ]
+
+
+@pytest.mark.parametrize("section", [LRSchedulerConfig(), LRSchedulerConfig(warmup_ratio=0.25)])
+def test_the_rate_of_a_job_of_epochs_follows_its_samples(section):
+    """Of 40 samples in steps of different size: as of a job of 40 steps of one sample."""
+    done = 0
+    for step, size in enumerate((7, 9, 3, 11, 8, 2), 1):
+        done += size
+        assert lr_factor(section, step, step * 40 / done) == pytest.approx(lr_factor(section, done, 40), abs=1e-12)
+    assert lr_factor(section, 6, 6 * 40 / done) == pytest.approx(0, abs=1e-12)
+
+
+def test_a_warm_up_in_steps_of_a_job_of_epochs_ends_with_the_decay_at_zero():
+    section = LRSchedulerConfig(warmup_steps=2)
+    factors = [
+        lr_factor(section, step, step * 40 / done) for step, done in ((1, 7), (2, 16), (3, 19), (4, 30), (5, 40))
+    ]
+    assert factors[:2] == [0.5, 1.0] and factors[-1] == pytest.approx(0)
+    assert all(a > b for a, b in pairwise(factors[1:]))

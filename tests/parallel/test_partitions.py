@@ -5,7 +5,7 @@ import pytest
 from mmtrain.commands.cli import main
 from mmtrain.config import config
 from mmtrain.config.topology import JobLayout
-from mmtrain.trainer import Trainer
+from mmtrain.training.trainer import Trainer
 from tests.jobs import layout, metrics, train, write_config
 from tests.models.dits import t2v
 from tests.parallel.parity import (

@@ -39,7 +39,7 @@ def test_nccl_carries_what_is_not_shared() -> None:
 def losses(rank: int, folder: Path, share: bool) -> tuple[bool, list[float]]:
     """Of two steps on noise."""
     from mmtrain.commands.driven_steps import timed_steps
-    from mmtrain.trainer import Trainer
+    from mmtrain.training.trainer import Trainer
 
     options = [*layout(pp=2), f"comm.share_device={str(share).lower()}"]
     job = video_config(folder / str(rank), *(f"--{option}" for option in options))

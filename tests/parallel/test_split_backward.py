@@ -17,6 +17,7 @@ from mmtrain.errors import PlanError
 from mmtrain.modality.bitfield import language_bits
 from mmtrain.modality.metadata import DocumentMeta, MicrobatchMeta
 from mmtrain.modality.typical import reference_sizes
+from mmtrain.models.adapter_layers import DropoutKeys
 from mmtrain.models.attention.context import attention_context
 from mmtrain.models.batch import IGNORE_INDEX
 from mmtrain.models.build import build_chunk
@@ -71,6 +72,8 @@ def fill_adapters_by_name(chunk):
         if is_adapter(name):
             generator = torch.Generator().manual_seed(sum(name.encode()))
             values = 0.1 * torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() == 1:  # lengths of rows (DoRA), as of initial ones
+                values = 0.2 + 0.2 * values
             if isinstance(parameter, DTensor):
                 values = distribute_tensor(values, parameter.device_mesh, parameter.placements, src_data_rank=None)
             parameter.copy_(values)
@@ -262,6 +265,24 @@ def test_blocks_hold_the_bytes_that_planning_counts_and_nothing_else(family, ada
     assert held == left == 2 * block.linear_bytes(size)
 
     chunk, x, kwargs, _ = one_chunk(module, model, section, dtype=dtype)
+    start(chunk(x.requires_grad_(), **kwargs)).backward()
+    wanted = {n: p.grad for n, p in chunk.named_parameters()} | {"input": x.grad}
+    for name, grad in wanted.items():
+        assert (grad is None and gradients[name] is None) or torch.equal(gradients[name], grad), name
+
+
+@pytest.mark.parametrize(
+    "settings", [{"use_dora": True}, {"dropout": 0.2}, {"use_dora": True, "dropout": 0.2}], ids=str
+)
+@pytest.mark.parametrize(("module", "family"), [("vision", "qwen2_vl_vision"), ("language", "llama")])
+def test_adapters_with_lengths_and_dropout_hold_what_planning_counts(module, family, settings):
+    model = with_lora(family_model(module, family), **settings)
+    chunk, x, kwargs, size = one_chunk(module, model)
+    DropoutKeys(chunk).now = 4
+    held, left, gradients = halves(chunk, x.requires_grad_(), kwargs)
+    assert held == left == 2 * model_spec(model).module(module).layers[1].linear_bytes(size)
+    chunk, x, kwargs, _ = one_chunk(module, model)
+    DropoutKeys(chunk).now = 4
     start(chunk(x.requires_grad_(), **kwargs)).backward()
     wanted = {n: p.grad for n, p in chunk.named_parameters()} | {"input": x.grad}
     for name, grad in wanted.items():

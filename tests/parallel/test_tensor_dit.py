@@ -19,7 +19,7 @@ from mmtrain.models.attention.context import attention_context
 from mmtrain.parallel import tensor
 from mmtrain.parallel.activation_memory import ActivationMemory
 from mmtrain.parallel.fsdp import apply_fsdp
-from mmtrain.parallel.grads import total_norm
+from mmtrain.parallel.grads import squared_norm
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.offload import Offloader
 from mmtrain.parallel.tensor import apply_tensor_parallel, finish_gradients
@@ -321,7 +321,9 @@ def under_fsdp(mesh, dtype):
     squares = sum(float(g.double().pow(2).sum()) for g in theirs.values())
     difference = sum(float((ours[n] - g).double().pow(2).sum()) for n, g in theirs.items())
     parameters = [p for made in together(chunks) for p in made.parameters()]
-    norm = abs(float(total_norm(parameters, mesh)) / squares**0.5 - 1)
+    own = squared_norm(parameters, mesh)
+    dist.all_reduce(own)
+    norm = abs(float(own) ** 0.5 / squares**0.5 - 1)
     return largest_error(ours, theirs), (difference / squares) ** 0.5, norm
 
 

@@ -4,11 +4,12 @@ import dataclasses
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from mmtrain.config.sections import OptimizerConfig
+from mmtrain.config.optimizer import OptimizerConfig
 from mmtrain.config.topology import JobLayout
 from mmtrain.parallel.fsdp import apply_fsdp
-from mmtrain.parallel.grads import total_norm
+from mmtrain.parallel.grads import squared_norm
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.optim import build_optimizers
 from mmtrain.parallel.torch_private import keep_grads_local
@@ -65,7 +66,9 @@ def two_by_two(rank, module, name, dtype, implementation):
     ours, theirs = gradients(chunks), gradients(reference)
     squares = sum(float(g.double().pow(2).sum()) for g in theirs.values())
     difference = sum(float((ours[n] - g).double().pow(2).sum()) for n, g in theirs.items())
-    norm = abs(float(total_norm(chunk.parameters(), mesh)) / squares**0.5 - 1)
+    own = squared_norm(chunk.parameters(), mesh)
+    dist.all_reduce(own)
+    norm = abs(float(own) ** 0.5 / squares**0.5 - 1)
 
     section = OptimizerConfig(implementation=implementation, lr=1.0, eps=1.0)  # so that small gradients weigh little
     for parts in (chunks, reference):

@@ -11,7 +11,7 @@ from mmtrain.config.topology import JobLayout
 from mmtrain.data.noise import noise_batch
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.models.batch import Batch
-from mmtrain.trainer import Trainer
+from mmtrain.training.trainer import Trainer
 from tests.jobs import SHALLOW, layout, metrics, world_size, write_config
 from tests.parallel.parity import Case, check, layouts, run_layout
 from tests.parallel.test_parity import TOLERANCE
@@ -49,8 +49,8 @@ DEFERRED = {2, 5}
 class Fed(Trainer):
     """A job that gets its batches here, and not from a loader."""
 
-    def _take_up(self) -> None:
-        super()._take_up()
+    def take_up(self) -> None:
+        super().take_up()
         mesh = self.mesh
         several = mesh.layout.dp > 1
         chosen = OF_REPLICAS[mesh.dp_rank] if several else range(len(SHAPES))

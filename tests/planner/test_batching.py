@@ -106,7 +106,7 @@ def test_lost_doubled_and_moved_images_are_named(work: int, places: list[tuple[i
     [
         (2, {"rows": 22}, "microbatch 0 has 23 tokens, but its language works process 22"),
         (2, {"outputs": 4}, "microbatch 0 has 5 targets, but its language works process 4"),
-        (1, {"outputs": 7}, r"microbatch 0 has \d+ image tokens, but its vision works process \d+"),
+        (1, {"outputs": 7}, r"microbatch 0 has \d+ image features, but its vision works process \d+"),
     ],
 )
 def test_lost_tokens_are_counted(work: int, change: dict[str, int], message: str) -> None:

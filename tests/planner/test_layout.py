@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mmtrain.config import config
 from mmtrain.modality.catalogue import division_of
 from mmtrain.modality.images import Images, ImagesLayout
 from mmtrain.modality.metadata import IterationMeta
@@ -12,8 +13,10 @@ from mmtrain.modality.submesh import Submesh, pad_indices
 from mmtrain.modality.token_split import longest_first
 from mmtrain.planner.batching import make_batching
 from mmtrain.planner.layout import IterationLayout
+from mmtrain.spec.builders import model_spec
 from mmtrain.spec.layer import Division
 from mmtrain.spec.spec import ModelSpec
+from mmtrain.spec.vocabulary import divided_vocabulary
 from tests.planner.specs import microbatch, vlm
 
 IMAGES = [(4, 4), (2, 8), (6, 2), (2, 2), (8, 8)]
@@ -64,6 +67,37 @@ def test_every_token_and_feature_is_somewhere_once_and_shapes_count_the_padding(
                     microbatch_places = found.documents.places(item.work.microbatch, c)
                     assert len(microbatch_places) == rows.rows * submesh.tp
     assert sorted(features) == list(range(sum(h * w // 4 for h, w in IMAGES)))
+
+
+@given(
+    submesh=submeshes,
+    labelled=st.tuples(st.sets(st.integers(0, 57), max_size=20), st.sets(st.integers(0, 39), max_size=9)),
+)
+def test_each_labelled_token_is_on_one_rank_where_its_row_is(submesh: Submesh, labelled: tuple[set[int], ...]) -> None:
+    found = layout(dataclasses.replace(submesh, share_patches=False))
+    known = found.with_labelled([np.array(sorted(own), dtype=np.int64) for own in labelled])
+    for work, item in enumerate(known.batching.items):
+        index = item.work.microbatch
+        if item.work.module == 0:
+            assert known.local_size(work, 0, 0) == found.local_size(work, 0, 0)
+            continue
+        of_ranks = [known.documents.labelled(index, c) for c in range(submesh.cp)]
+        tokens = [known.documents.places(index, c)[own] for c, own in enumerate(of_ranks)]
+        assert sorted(t for own in tokens for t in own) == sorted(labelled[index])
+        if submesh.cp > 1:
+            assert [known.local_size(work, c, 0).outputs for c in range(submesh.cp)] == [len(own) for own in of_ranks]
+        else:
+            assert found.local_size(work, 0, 0).outputs == item.size.outputs
+
+
+def test_all_modules_that_read_documents_divide_their_tokens_once() -> None:
+    divided = divided_vocabulary(model_spec(config.load("configs/debug_vlm.toml").model), 2)
+    found = IterationLayout(Submesh(cp=2), make_batching(META, divided), META)
+    reading = {name for name, own in found.of_module.items() if own is found.documents}
+    assert reading == {"embed.0", "embed.1", "language", "head.0", "head.1", "loss"}
+    known = found.with_labelled([np.arange(40, 45), np.arange(0)])
+    works = [w for w in range(len(found.batching.items)) if found.batching.module_of(w) != "vision"]
+    assert [sum(known.local_size(w, c, 0).outputs for c in (0, 1)) for w in works] == [*6 * [5], *6 * [0]]
 
 
 def test_images_go_whole_to_the_lightest_rank() -> None:

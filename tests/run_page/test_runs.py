@@ -30,6 +30,26 @@ def chart(found, title):
     return {series.label: list(series.y) for series in next(c for c in found if c.title == title).series}
 
 
+def test_the_learning_rate_and_those_of_groups(tmp_path):
+    lines = [{"step": n, "lr": n * 1e-4} | STEP for n in (1, 2)]
+    plain = read_run(write_run(tmp_path / "plain", lines))
+    assert chart(charts([plain]), "Learning rate") == {"learning rate": [1e-4, 2e-4]}
+    config = "[optimizer]\nlr = 2e-4\n" + "".join(
+        f"[[optimizer.groups]]\n{group}\n"
+        for group in (
+            'module = "vision"\nlr = 1e-4',
+            'pattern = "norm"\nweight_decay = 0.0',
+            'pattern = "head"\nlr = 0.0',
+        )
+    )
+    groups = read_run(write_run(tmp_path / "groups", lines, config))
+    wanted = {"all others": [1e-4, 2e-4], "vision": [5e-5, 1e-4], "head": [0.0, 0.0]}
+    assert chart(charts([groups]), "Learning rate") == {k: pytest.approx(v) for k, v in wanted.items()}
+    assert set(chart(charts([plain, groups]), "Learning rate")) == {
+        "plain: all others", "groups: all others", "groups: vision", "groups: head"
+    }  # fmt: skip
+
+
 def test_a_run_in_progress_is_read_up_to_its_last_whole_line(tmp_path):
     folder = write_run(tmp_path / "run", [{"step": 0, "validation_loss": 3.0, "accuracy": {}}, {"step": 1} | STEP])
     with open(folder / "metrics.jsonl", "a") as file:
@@ -46,6 +66,22 @@ def answers_file(folder, step, *texts):
     card = {"question": "<image>\n<image>what is <b>it</b>?", "reference": "a bar", "images": ["aaaa", "bbbb"]}
     cards = [card | {"answer": text, "right": text != texts[-1]} for text in texts]
     (folder / "answers" / f"step-{step}.json").write_text(json.dumps({"step": step, "answers": cards}))
+
+
+def test_the_newest_sheet_of_samples_is_on_the_page(tmp_path):
+    lines = [STEP | {"step": step} for step in (1, 2)]
+    lines.append({"step": 2, "validation_loss": 3.0, "accuracy": {}, "samples_judged": 24, "samples_right": 5})
+    run = write_run(tmp_path / "run", lines)
+    assert read_run(run).samples == {}
+    (run / "validation_samples").mkdir()
+    for step, image in ((0, "AAAA"), (2, "BBBB"), (9, "CCCC")):
+        (run / "validation_samples" / f"step-{step}.json").write_text(json.dumps({"step": step, "image": image}))
+    read = read_run(run)
+    assert read.samples == {"step": 2, "image": "BBBB"}, "step 9 is of a run that was taken up again before it"
+    assert [n.value for n in numbers(read) if n.label == "samples as their prompts say"] == ["5 of 24"]
+    assert '"samples":{"step":2,"image":"BBBB"}' in page([read])
+    (run / "validation_samples" / "step-2.json").write_text("[]")
+    assert read_run(run).samples == {}
 
 
 def test_the_newest_answers_of_a_run_are_on_its_page(tmp_path):
@@ -83,7 +119,8 @@ def test_charts_have_the_numbers_of_the_file(tmp_path):
             "makespan_s": 2.0, "planned_makespan_s": 1.0, "plan_makespan_s": 1.0, "plan_first_makespan_s": 1.25,
             "plan_lower_bound_s": 0.8, "plan_gap": 0.25, "plan_late": 2, "plan_failed": 0, "plan_invalid": 1,
             "memory_predicted_gib": 1.0, "memory_measured_gib": None}  # fmt: skip
-    validation = {"step": 2, "validation_loss": 1.5, "accuracy": {"easy": 0.5}, "shuffled_captions_loss": 2.5}
+    validation = {"step": 2, "validation_loss": 1.5, "accuracy": {"easy": 0.5}, "recall": {"images@5": 0.25},
+                  "shuffled_captions_loss": 2.5}  # fmt: skip
     lines = [{"step": 1} | STEP | more, {"step": 2} | STEP | more | {"mfu_dit": 0.4}, validation]
     run = read_run(write_run(tmp_path / "run", lines))
     assert run.modules == ("vision", "dit")
@@ -92,6 +129,7 @@ def test_charts_have_the_numbers_of_the_file(tmp_path):
         "training": [2.0, 2.0], "validation": [1.5], "validation, other captions": [2.5],
     }  # fmt: skip
     assert chart(found, "Answers right") == {"easy": [50.0]}
+    assert chart(found, "Pairs found") == {"images@5": [25.0]}
     mfu = chart(found, "Model FLOPs utilisation")
     assert mfu == {"whole step": [10.0] * 2, "vision": [20.0] * 2, "dit": [None, 40.0]}
     assert chart(found, "Bubble by what was waited for") == {
@@ -117,6 +155,26 @@ def test_several_runs_are_told_apart_by_colour_and_curves_by_dash(tmp_path):
     assert [series.dash for series in found.series] == [0, 1, 2, 0, 1, 2]
     assert len({series.colour for series in found.series}) == 2
     assert not any(c.stacked for c in charts(runs))
+
+
+def test_an_elastic_run_shows_its_nodes_above_its_throughput(tmp_path):
+    lines = [
+        {"event": "membership", "kind": "started", "nodes": 4, "generation": 1, "step": 0, "redone_steps": 0},
+        {"step": 1, "generation": 1, "nodes": 4, "pipelines": 2, "time_in_steps": 0.9} | STEP,
+        {"step": 2, "generation": 1, "nodes": 4, "pipelines": 2, "time_in_steps": 0.9} | STEP,
+        {"event": "membership", "kind": "lost", "nodes": 3, "generation": 2, "step": 1, "redone_steps": 1},
+        {"step": 2, "generation": 2, "nodes": 3, "pipelines": 1, "time_in_steps": 0.8} | STEP | {"loss": 5.0},
+        {"step": 2, "generation": 1, "nodes": 4, "pipelines": 2, "time_in_steps": 0.9} | STEP,  # of an outcast
+    ]
+    run = read_run(write_run(tmp_path / "run", lines))
+    assert run.column("loss") == [2.0, 5.0] and [event["kind"] for event in run.events] == ["started", "lost"]
+    found = charts([run])
+    assert chart(found, "Nodes") == {"nodes": [4, 3], "pipelines": [2, 1]}
+    assert titles(found).index("Nodes") + 1 == titles(found).index("Throughput")
+    shown = {number.label: (number.value, number.note) for number in numbers(run)}
+    assert shown["time in finished steps"] == ("80.0%", "of the job's; changes of nodes: 1, steps redone: 1")
+    plain = read_run(write_run(tmp_path / "plain", [{"step": 1} | STEP]))
+    assert "Nodes" not in titles(charts([plain])) and "time in finished steps" not in str(numbers(plain))
 
 
 def test_numbers_are_medians_of_the_later_half(tmp_path):

@@ -137,6 +137,35 @@ def in_pairs(
     )
 
 
+def fan_out(num_ranks: int, num_microbatches: int, *, p2p: P2P = NO_P2P, size: float = 1.0) -> PlanningProblem:
+    """A divided vocabulary: a part of embedding and head on each rank, one language chain, and a loss on the last rank.
+
+    Args: size: bytes of every output.
+    """
+    P = num_ranks
+    parts = [
+        (f"{name}.{rank}", (first + rank,)) for name, first in (("embed", 0), ("head", 2 * P)) for rank in range(P)
+    ]
+    chains = [*parts[:P], ("language", tuple(range(P, 2 * P))), *parts[P:], ("loss", (3 * P,))]
+    works: list[Work] = []
+    for m in range(num_microbatches):
+        base = len(works)
+        embeds, heads = range(base, base + P), range(base + P + 1, base + 2 * P + 1)
+        after = [*((),) * P, tuple(embeds), *((base + P,),) * P, tuple(heads)]
+        works += [Work(module=i, microbatch=m, sub_microbatch=0, after=before) for i, before in enumerate(after)]
+    depths = [len(chains[work.module][1]) for work in works]
+    return PlanningProblem.build(
+        num_ranks=P,
+        modules=[ModuleStages(name=name, stages=stages) for name, stages in chains],
+        stage_rank=[*range(P), *range(P), *range(P), P - 1],
+        works=works,
+        costs=[[halves(0.25, 0.25, 0.125)], [halves(1.0, 1.1, 0.7)]],
+        cost_index=[[int(depth > 1)] * depth for depth in depths],
+        output_bytes=[[size] * depth for depth in depths],
+        p2p=p2p,
+    )
+
+
 def as_units(problem: PlanningProblem, *, share: float = 0.4, contention: float = 0.25) -> PlanningProblem:
     """The problem with a share of F and of I as exchanges of layers that run as units."""
     costs = (

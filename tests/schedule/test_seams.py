@@ -234,6 +234,7 @@ def test_a_registered_kind_is_checked_timed_counted_and_lowered() -> None:
         ("0F0.0 0F1.0 0B0.0 0B1.0", "0SYNC1.0 is missing; add it"),
         ("0F0.0 0F1.0 0B0.0 0SYNC1.0 0B1.0", "0B0.0 waits for 0SYNC1.0"),
         ("0F0.0 0SYNC1.0 0F1.0 0B0.0 0B1.0", "0SYNC1.0 waits for 0F1.0"),
+        ("0F0.0 0F1.0 0SYNC1.0 0SYNC1.0 0B0.0 0B1.0", "0SYNC1.0 is already step 2 of this rank; keep one"),
         ("0F0.0 0F1.0 0SYNC1.0 0SYNC0.0 0B0.0 0B1.0", "is an instruction that the iteration does not have"),
     ],
 )

@@ -36,6 +36,15 @@ def test_a_table_has_a_line_a_schedule(capsys):
     assert all("%" in line and "(pp_rank" in line for line in lines[5:8])
 
 
+def test_pairs_are_counted_and_not_their_tokens(capsys):
+    words = ["simulate", "--config", "debug_clip.toml", "--iterations", "2", "--schedule", "1F1B"]
+    assert main(words) == 0
+    said = "workload image_text_pairs, seed 0: 2 iterations of 4 microbatches, 32.0 pairs a microbatch"
+    assert said in capsys.readouterr().out
+    assert main([*words, "--workload", "mix"]) == 2
+    assert "two towers, which read pairs; choose 'image_text_pairs'" in capsys.readouterr().err
+
+
 def test_several_encoders_are_simulated(tmp_path, capsys):
     path = write_sound_config(tmp_path, tmp_path)
     words = ["simulate", "--config", str(path), "--image-side", "112", "--iterations", "2", "--cluster", "a40x2"]

@@ -161,6 +161,15 @@ def test_the_command_prints_templates_compositions_and_toml(capsys):
     assert sum(pipelines) * math.prod(section.values()) == 32
 
 
+def test_an_elastic_job_gets_the_degrees_of_a_stage(capsys):
+    on = ["parallelism.pipeline_parallel_degree=1", "elastic.enable=true"]
+    assert run("--cluster", "a40", "--nodes", "2", "--max-failures", "1", *(f"--{word}" for word in on)) == 0
+    section = tomllib.loads((out := capsys.readouterr().out)[out.index("[parallelism]") :])["parallelism"]
+    words = [*on, *(f"parallelism.{key}={value}" for key, value in section.items())]
+    made = config.load("debug_text.toml", [*words, "training.global_batch_size=16"])
+    assert made.parallelism.layout.depths == (1,) and 8 % made.parallelism.layout.stage_size == 0
+
+
 TOO_LITTLE = ["--planner.enable=true", "--planner.memory_limit=0.001GiB", "--training.global_batch_size=4"]
 
 

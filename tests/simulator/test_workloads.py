@@ -15,8 +15,9 @@ from mmtrain.modality.captioned_clips import video_captions
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.modality.typical import Bins
 from mmtrain.planner.batching import check_conservation, make_batching
-from mmtrain.simulator.workloads import VIDEO_CAPTIONS, WORKLOADS, draw, image_bounds
+from mmtrain.simulator.workloads import PAIRS, VIDEO_CAPTIONS, WORKLOADS, draw, image_bounds
 from mmtrain.spec.builders import model_spec
+from tests.models.towers import two_towers
 
 PAPER = Bins(num_microbatches=64, seq_len=8192, grid=(1, 52, 52), image_tokens=169)
 
@@ -158,6 +159,16 @@ def test_microbatches_of_rise_and_fall_are_full() -> None:
     assert {m.num_tokens for m in meta.microbatches} == {8192}
 
 
+def test_microbatches_of_pretraining_are_full_and_all_tokens_are_labelled() -> None:
+    meta = draw("pretraining", PAPER, seed=0, iteration=0)
+    assert [m.num_tokens for m in meta.microbatches] == [PAPER.seq_len] * 64
+    assert [sum(d.num_targets for d in m.documents) for m in meta.microbatches] == [PAPER.seq_len] * 64
+    images, text, targets = documents("pretraining")
+    # 815 tokens of `interleaved`; a document in 10 is cut in two, and the ends of the longest make more pieces.
+    assert images == 0
+    assert text == targets == pytest.approx(815 / (1 + 815 / PAPER.seq_len), rel=0.05)
+
+
 def test_a_text_model_reads_the_text_of_the_samples() -> None:
     bins = Bins.of(config.load("debug_text.toml"))
     assert (bins.grid, bins.most_images) == (None, 0)
@@ -225,7 +236,7 @@ def test_an_image_comes_with_an_item_of_each_further_encoder(tmp_path):
     job = cornstarch.job("SSS", tmp_path, pp=6)
     bins = Bins.of(job)
     assert bins.with_image == (("audio", (1, 1, 1500), 750),)
-    for name in WORKLOADS:
+    for name in WORKLOADS.keys() - {"pretraining"}:  # which has no images
         meta = draw(name, bins, seed=3, iteration=1)
         batching = make_batching(meta, model_spec(job.model), {"vision": 3, "audio": 2})
         check_conservation(meta, batching)
@@ -235,3 +246,20 @@ def test_an_image_comes_with_an_item_of_each_further_encoder(tmp_path):
         sizes = Counter(batching.module_of(w) for w in range(len(batching.works)))
         assert sizes["audio"] > sizes["vision"] > sizes["language"] > 0
         assert all(len(bits) == m.num_tokens for m in meta.microbatches for bits in [language_bits(m, "modality")])
+
+
+@pytest.mark.parametrize(("kind", "seq_len", "most"), [("clip", 32, 12), ("clip", 8, 8), ("siglip", 32, 9)])
+def test_pairs_fill_each_microbatch_with_captions_of_the_tower(kind: str, seq_len: int, most: int) -> None:
+    """Those of SigLIP are all padded to its positions; longer ones of CLIP are cut."""
+    model = two_towers(kind)
+    job = replace(config.load("debug_clip.toml"), model=model)
+    job = replace(job, training=replace(job.training, seq_len=seq_len), data=replace(job.data, max_pairs=20))
+    meta = draw(PAIRS, Bins.of(job), seed=0, iteration=3)
+    assert meta == draw(PAIRS, Bins.typical(job), seed=0, iteration=3)
+    assert (meta != draw(PAIRS, Bins.of(job), seed=0, iteration=4)) == (kind == "clip")
+    assert images(meta) == [20] * job.training.global_batch_size
+    documents = [document for microbatch in meta.microbatches for document in microbatch.documents]
+    assert all(d.num_targets == len(d.images) == 1 and d.images[0].grid == (1, 4, 4) for d in documents)
+    lengths = {document.num_tokens for document in documents}
+    assert max(lengths) == most and (len(lengths) == 1) == (kind == "siglip")
+    check_conservation(meta, make_batching(meta, model_spec(model), 0))

@@ -10,6 +10,7 @@ from mmtrain.spec.model_configs import dit_config, encoder_config, language_conf
 
 NAMES = ("qwen2", "llama", "qwen3", "mistral")
 NAMES += ("qwen2_vl_text", "qwen2_vl", "qwen2_5_vl_text", "qwen2_5_vl", "qwen3_vl_text", "qwen3_vl")
+NAMES += ("siglip_text_model", "clip_text_model")
 """What names a language model."""
 
 
@@ -236,5 +237,5 @@ def test_an_unknown_whole_model_is_refused_with_the_known_ones(tmp_path, model_t
     shown = f'"{model_type}"' if model_type else "None"
     assert str(found.value).endswith(
         f"is a whole model with model_type = {shown}; supported whole models are qwen2_vl, qwen2_5_vl, qwen3_vl, "
-        "llava, qwen2_audio. Name one of them, or a language model by itself"
+        "siglip, clip, llava, qwen2_audio. Name one of them, or a language model by itself"
     )

@@ -88,6 +88,20 @@ function showAnswers() {
   byId("answers").replaceChildren(...sections);
 }
 
+// ---- clips for held-out prompts
+
+function showSamples() {
+  const sections = DATA.runs.filter((run) => run.samples.image).flatMap((run) => {
+    const { step, image } = run.samples;
+    const title = `Samples for held-out prompts after step ${step.toLocaleString("en")}`;
+    return [
+      make("h2", {}, ...(several ? [dotOf(themed(run.colour))] : []), title),
+      make("div", { class: "card scroll" }, make("img", { src: `data:image/png;base64,${image}`, alt: "frames of each clip under its prompt" })),
+    ];
+  });
+  byId("samples").replaceChildren(...sections);
+}
+
 function answerCard({ question, reference, answer, right, images }) {
   const shown = images.map((data, index) => make("img", { src: `data:image/png;base64,${data}`, alt: `image ${index + 1} of the question` }));
   return make(
@@ -172,6 +186,7 @@ function showAll() {
   showHeader();
   showNumbers();
   showAnswers();
+  showSamples();
   board.draw();
   view.draw();
 }

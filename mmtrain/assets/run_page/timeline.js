@@ -154,7 +154,7 @@ class TimelineView {
     if (end < LABEL_WIDTH || start > LABEL_WIDTH + this.inner) return;
     const [height, width] = [(this.pitch - 6) / action.parts, Math.max(end - start - 0.7, 0.7)];
     const y = this.top(name, action.rank) + action.part * height; // the parts of a block lie above each other
-    pen.fillStyle = this.hue(action.module)[action.kind];
+    pen.fillStyle = this.hue(action.module)[action.kind] || "#7b8794";
     pen.fillRect(start, y, width, height);
     if (action === this.under) {
       pen.strokeStyle = cssColour("--ink");
@@ -276,7 +276,7 @@ class TimelineView {
   actionTip(action) {
     const [measured, planned] = ["measured", "planned"].map((name) => action.times[name][1] - action.times[name][0]);
     const lines = [
-      `${this.data.modules[action.module]} ${KINDS[action.kind]}, rank ${action.rank}`,
+      `${this.data.modules[action.module]} ${KINDS[action.kind] || action.kind}, rank ${action.rank}`,
       `microbatch ${action.microbatch}, sub-microbatch ${action.sub}; layers ${action.layers.join(" to ")}`,
       ...(action.mark ? ["its images are read by the next microbatch"] : []),
       ...(action.parts > 1 ? ["in one block with another action; the times are the block's"] : []),

@@ -1,8 +1,8 @@
 """What the operators of all layers share: the division over a submesh, linear layers with adapters, keys. Pure."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from mmtrain.config.model import LoRAConfig
 from mmtrain.costs.operators.exchanges import (
     DIVIDED_ROWS,
     WHOLE_ROWS,
@@ -25,6 +25,8 @@ from mmtrain.spec.linears import Linear as NamedLinear
 from mmtrain.spec.modules import Projection, Shape
 from mmtrain.spec.work_size import Rates
 
+PROJECTOR_LINEARS = ("fc1", "fc2")
+"""Names of the linear layers of a projector here, by `Linear.position`."""
 KEYS = "key_value.gather"
 """Name of the exchange of keys and values."""
 
@@ -49,11 +51,16 @@ class DescribedModule:
     compute: DeviceKind = DeviceKind.GPU
     adapted: tuple[NamedLinear, ...] = ()
     """Linear layers of a block with an adapter."""
-    rank: int = 0
-    """Rank of the adapters."""
+    adapted_projector: tuple[NamedLinear, ...] = ()
+    """The same of the projector, for each of its equal parts."""
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
     projection: Projection | None = None
     """The projector of the encoder's features into the language model, of a language model that of the first encoder;
     None: there is no encoder."""
+    is_part: bool = False
+    """It has a part of a divided vocabulary, or joins such parts, and no other layer."""
+    num_parts: int = 0
+    """Parts of a divided vocabulary whose results it takes in."""
 
 
 class LayerBuilder:
@@ -63,7 +70,12 @@ class LayerBuilder:
         """Args: width: columns of the activations between layers."""
         self.of, self.width, self.tape, self.layer, self.input_grad = module, width, tape, layer, input_grad
         self.trainable = layer.trainable and layer.adapters is None
-        self.adapted: Mapping[str, NamedLinear] = {x.name: x for x in module.adapted} if layer.adapters else {}
+        self.adapted: frozenset[str] = frozenset()
+        """Names of the linear layers of this layer with an adapter."""
+        if layer.adapters:
+            of_block = (x.name for x in module.adapted)
+            of_projector = (PROJECTOR_LINEARS[x.position] for x in module.adapted_projector)
+            self.adapted = frozenset(of_block if layer.is_block else of_projector)
         division = module.division
         self.tp, self.link, self.row_parts = division.tp, division.tp_link, division.row_parts
         self.between = WHOLE_ROWS if division.whole_rows else DIVIDED_ROWS
@@ -103,10 +115,15 @@ class LayerBuilder:
     ) -> Var:
         """Two linear layers with an activation function; the tp ranks divide the inner columns. Returns whole rows."""
         x = self._for_parts(name, x)
-        x = self._linear(f"{name}.{names[0]}", inputs, inner / self.tp, bias=True)(x)
-        x = activation(f"{name}.activation", function)(x)
-        x = self._linear(f"{name}.{names[1]}", inner / self.tp, outputs, bias=True)(x)
-        return sum_whole(f"{name}.sum", self.tp, self.link)(x)
+        first, second = (f"{name}.{own}" for own in names)
+        result = self._linear(first, inputs, inner / self.tp, bias=True)(x)
+        if names[0] in self.adapted:
+            result = self._adapted(first, x, result, inputs, inner / self.tp)
+        x = activation(f"{name}.activation", function)(result)
+        result = self._linear(second, inner / self.tp, outputs, bias=True)(x)
+        if names[1] in self.adapted:  # its matrices are divided, and summed, as those of the layer
+            result = self._adapted(second, x, result, inner / self.tp, outputs)
+        return sum_whole(f"{name}.sum", self.tp, self.link)(result)
 
     def _linear(self, name: str, inputs: float, outputs: float, *, bias: bool) -> Linear:
         return Linear(name, inputs, outputs, bias=bias, trainable=self.trainable)
@@ -114,10 +131,24 @@ class LayerBuilder:
     def _with_adapter(self, name: str, x: Var, result: Var, inputs: float, outputs: float, *, sums: bool) -> Var:
         if name not in self.adapted:
             return result
-        narrow = Linear(f"{name}.lora_A", inputs, self.of.rank)(x)
-        if sums:
-            narrow = self.between.sum_shard(f"{name}.lora_A.sum", self.tp, self.link)(narrow)
-        wide = Linear(f"{name}.lora_B", self.of.rank, outputs)(narrow)
+        return self._adapted(name, x, result, inputs, outputs, sums=sums)
+
+    def _adapted(self, name: str, x: Var, result: Var, inputs: float, outputs: float, *, sums: bool = False) -> Var:
+        """The output of a layer, and that of its adapter. Args: sums: ranks that divide the inputs sum its rows."""
+        lora, product = self.of.lora, result
+
+        def summed(of: str, x: Var) -> Var:
+            return self.between.sum_shard(f"{name}.{of}.sum", self.tp, self.link)(x) if sums else x
+
+        if lora.dropout:
+            x = Elementwise(f"{name}.dropout", 4.0, 4.0, 3, 3)(x)
+        if lora.dropout and lora.use_dora:
+            product = summed("dropped", Linear(f"{name}.dropped", inputs, outputs, counted=False, trainable=False)(x))
+        narrow = summed("lora_A", Linear(f"{name}.lora_A", inputs, lora.rank)(x))
+        wide = Linear(f"{name}.lora_B", lora.rank, outputs)(narrow)
+        if lora.use_dora:
+            self.tape.stream(f"{name}.lengths", num_bytes=Rates(fixed=4 * inputs * outputs * self.tape.dtype_bytes))
+            wide = AddRow(f"{name}.magnitude", outputs)(add(f"{name}.lengthened", product, wide))
         return add(f"{name}.adapted", result, Elementwise(f"{name}.scaling", 2.0, 2.0)(wide))
 
     def _attended_keys(self, name: str, key: Var, value: Var) -> tuple[Var, ...]:

@@ -5,8 +5,9 @@ or whole between the layers (`families/tensor_table.py`), keys and values gather
 adapters next to their linear layers. FLOPs, parameters and the existence of a backward agree with the layer's
 `LayerSpec` for one rank.
 
-A DiT's blocks and head run for one clip after another, see `Operator.each_clip`. The tp ranks may divide its latent
-tokens; each rank has all text tokens and timesteps.
+A DiT's head runs for one clip after another, see `Operator.each_clip`. So do its blocks here, as they run for clips
+that differ in size or length of prompt; equal ones run as one batch, which takes less time. The tp ranks may divide its
+latent tokens; each rank has all text tokens and timesteps.
 
 Not included: the exchange of image features before the first language layer, FSDP2's gathers, padding, the copies that
 join a DiT's rows at the end of a chunk, the float32 exchange of the gradients of its shifts and scales, and the gather

@@ -59,10 +59,13 @@ class Linear:
     outputs: float
     bias: bool = False
     trainable: bool = True
+    counted: bool = True
+    """Whether its weight is a parameter of its own; not that of another product."""
 
     def __call__(self, x: Var) -> Var:
         tape, e, rows = x.tape, x.tape.dtype_bytes, x.rows
-        weight = tape.parameter(f"{self.name}.weight", self.inputs * self.outputs, trainable=self.trainable)
+        count = self.inputs * self.outputs * self.counted
+        weight = tape.parameter(f"{self.name}.weight", count, trainable=self.trainable)
         bias = tape.parameter(f"{self.name}.bias", self.outputs, trainable=self.trainable) if self.bias else None
         result = tape.var(self.name, rows=rows, columns=self.outputs, needs_grad=x.needs_grad or self.trainable)
         num_bytes = rows * ((self.inputs + self.outputs) * e) + Rates(fixed=self.inputs * self.outputs * e)

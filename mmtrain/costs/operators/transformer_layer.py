@@ -9,9 +9,10 @@ from mmtrain.costs.operators.exchanges import (
 )
 from mmtrain.costs.operators.functions import add, concat, mean_rows, replace_rows, reshape, select, split
 from mmtrain.costs.operators.graph import OpKind
-from mmtrain.costs.operators.layer_builder import DescribedModule, LayerBuilder
+from mmtrain.costs.operators.layer_builder import PROJECTOR_LINEARS, DescribedModule, LayerBuilder
 from mmtrain.costs.operators.modules import (
     AddRow,
+    Attention,
     Convolution,
     CrossEntropy,
     Elementwise,
@@ -19,8 +20,10 @@ from mmtrain.costs.operators.modules import (
     Norm,
     activation,
 )
+from mmtrain.costs.operators.pairs import contrast
 from mmtrain.costs.operators.tape import Tape, Var
 from mmtrain.families.shapes import WINDOWED, LanguageShape, VisionShape
+from mmtrain.spec.contrast import CONTRAST
 from mmtrain.spec.layer import LayerSpec
 from mmtrain.spec.linears import block_linears
 from mmtrain.spec.work_size import Rates
@@ -44,17 +47,19 @@ class TransformerLayer(LayerBuilder):
         shape, name = self.shape, self.layer.name
         if self.layer.is_block:
             return self._block()
+        if name == CONTRAST:
+            return contrast(self.tape, self.layer, input_grad=self.input_grad)
+        if isinstance(shape, LanguageShape):
+            return self._of_vocabulary(shape)
         if name == "norm":
             return self._norm("norm", shape.width)(self._pooled(self._between()))
-        if isinstance(shape, LanguageShape):
-            return self._embed_tokens(shape) if name == "embed" else self._head(shape)
         if name == "embed":
             return self._embed_audio(shape) if shape.one_row else self._embed_patches(shape)
-        return self._projector(shape)
+        return self._pool(shape) if name == "pool" else self._projector(shape)
 
     def _norm(self, name: str, columns: float) -> Norm:
         shape = self.shape
-        rms = isinstance(shape, LanguageShape) or (shape.rms_norm and self.layer.is_block)
+        rms = shape.rms_norm and (isinstance(shape, LanguageShape) or self.layer.is_block)
         return Norm(name, columns, rms=rms, trainable=self.trainable)
 
     def _pooled(self, x: Var) -> Var:
@@ -91,9 +96,9 @@ class TransformerLayer(LayerBuilder):
             )
         if isinstance(shape, LanguageShape) and shape.head_norms:
             query, key = (self._head_norm(f"{n}_norm", v, head) for n, v in (("q", query), ("k", key)))
-        if isinstance(shape, LanguageShape):  # in the model's dtype
+        if isinstance(shape, LanguageShape) and shape.rotary:  # in the model's dtype
             query, key = (Elementwise(f"rotary.{i}", 9.0, 11.0, 5, 7)(v) for i, v in enumerate((query, key)))
-        elif shape.rotary:  # through float32
+        elif shape.rotary:  # of an encoder, through float32
             query, key = (Elementwise(f"rotary.{i}", 24.0, 26.0, 7, 9)(v) for i, v in enumerate((query, key)))
         per_pair = 1 / self.of.division.groups
         pairs = Rates(window_pair=per_pair) if self.layer.kind == WINDOWED else Rates(pair=per_pair)
@@ -146,6 +151,22 @@ class TransformerLayer(LayerBuilder):
         x = AddRow("positions", shape.max_rows * D, trainable=False)(x)
         return self.between.shard("rows", self.tp, self.link)(x)
 
+    def _pool(self, shape: VisionShape) -> Var:
+        """The embedding that a tower makes of an image."""
+        D, I, x = shape.width, shape.mlp_width, self._between()
+        if shape.pooling == "token":
+            x = self._norm("pool.norm", D)(select("pool.token", x, self.outputs))
+            return self._linear("pool.projection", D, shape.embedding_width, bias=False)(x)
+        one = AddRow("pool.probe", D, trainable=self.trainable)
+        query = one(self.tape.input("queries", rows=self.outputs, columns=D))
+        query = self._linear("pool.query", D, D, bias=True)(query)
+        key, value = split("pool.key_value", self._linear("pool.key_value", D, 2 * D, bias=True)(x), 2)
+        x = Attention("pool.attention", Rates(row=1.0), D / shape.num_heads)(query, key, value)
+        x = self._linear("pool.output", D, D, bias=True)(x)
+        inner = self._linear("pool.fc1", D, I, bias=True)(self._norm("pool.norm", D)(x))
+        inner = activation("pool.activation", shape.hidden_act)(inner)
+        return add("pool.residual", x, self._linear("pool.fc2", I, D, bias=True)(inner))
+
     def _projector(self, shape: VisionShape) -> Var:
         projection = self.of.projection
         assert projection is not None
@@ -159,34 +180,78 @@ class TransformerLayer(LayerBuilder):
         x = reshape(x, rows=self.outputs, columns=merged)
         inner, act = projection.width, projection.hidden_act
         if not inner:
-            x = self._for_parts("projector", x)
-            x = self._linear("projector.linear", merged, projection.outputs / self.tp, bias=True)(x)
+            merged_rows, columns = self._for_parts("projector", x), projection.outputs / self.tp
+            x = self._linear("projector.linear", merged, columns, bias=True)(merged_rows)
+            if self.adapted:
+                x = self._adapted("projector.linear", merged_rows, x, merged, columns)
             x = gather("projector.columns", self.tp, self.link)(x)
             x = reshape(x, rows=self.outputs, columns=projection.outputs)
             return self.between.shard("projector.shard", self.tp, self.link)(x)
-        features = [self._two_linears("projector", ("fc1", "fc2"), x, merged, inner, projection.outputs, act)]
+        features = [self._two_linears("projector", PROJECTOR_LINEARS, x, merged, inner, projection.outputs, act)]
         for number, _ in enumerate(shape.taps):
             name = f"projector.tap{number}"
             tap = self.between.gather(f"{name}.rows", self.tp, self.link)(self._between(name))
             tap = reshape(tap, rows=self.outputs, columns=merged)
             tap = Norm(f"{name}.norm", merged, trainable=self.trainable)(tap)
-            features.append(self._two_linears(name, ("fc1", "fc2"), tap, merged, inner, projection.outputs, act))
+            features.append(self._two_linears(name, PROJECTOR_LINEARS, tap, merged, inner, projection.outputs, act))
         x = concat("projector.features", *features) if shape.taps else features[0]
         return self.between.shard("projector.shard", self.tp, self.link)(x)
+
+    def _of_vocabulary(self, shape: LanguageShape) -> Var:
+        """The first or last layer of a language model, or the layer of a part of its vocabulary."""
+        name, is_part = self.layer.name, self.of.is_part
+        if name == "embed":
+            x = self._embed_tokens(shape)
+            return x if is_part else self._with_features(x)
+        if name == "inputs":
+            return self._with_features(self._added())
+        if name == "norm" and self.layer.output_rows == "rows":
+            return self._norm("norm", shape.width)(self._between())
+        if name == "norm" and shape.embedding_width:
+            x = self._norm("norm", shape.width)(select("labelled", self._between(), self.outputs))
+            return self._linear("embedding", shape.width, shape.embedding_width, bias=shape.embedding_bias)(x)
+        if name == "norm":  # the parts of the head leave summands of its gradient
+            rows = self.between.gather_for_parts("norm.rows", self.tp, self.link)(self._between())
+            return self._norm("norm", shape.width)(select("labelled", rows, self.outputs))
+        if name == "loss":
+            return self._joined()
+        return self._losses(shape, self._input("x", self.outputs) if is_part else self._labelled(shape))
 
     def _embed_tokens(self, shape: LanguageShape) -> Var:
         ids = self.tape.input("ids", rows=self.rows, columns=0)
         x = Embedding("embed", shape.vocab_size / self.tp, shape.width, trainable=self.trainable)(ids)
-        x = self.between.sum_shard("embed.sum", self.tp, self.link)(x)
+        if not shape.rotary:
+            x = AddRow("positions", shape.max_positions * shape.width, trainable=self.trainable)(x)
+        return self.between.sum_shard("embed.sum", self.tp, self.link)(x)
+
+    def _added(self) -> Var:
+        first, *others = (self._between(f"part{number}") for number in range(self.of.num_parts))
+        for number, x in enumerate(others):
+            first = add(f"inputs.sum{number}", first, x)
+        return first
+
+    def _joined(self) -> Var:
+        """The loss from the four float32 numbers of each part for each labelled position."""
+        x = self.tape.input("parts", rows=self.outputs, columns=4 * self.of.num_parts, needs_grad=self.input_grad)
+        num_bytes = x.rows * (4 * x.columns)
+        loss = self.tape.var("loss", rows=Rates(), columns=0, needs_grad=x.needs_grad)
+        # Stacked; the logarithm of the sum of exponentials; the sum of targets; their difference's sum.
+        return self.tape.pointwise(
+            "loss", (x,), loss, forward_bytes=num_bytes * 4, backward_bytes=num_bytes * 4, launches=(5, 5)
+        )
+
+    def _with_features(self, x: Var) -> Var:
         if self.of.projection is None:
             return x
-        features = self.tape.input("features", rows=Rates(), columns=shape.width, needs_grad=self.input_grad)
+        features = self.tape.input("features", rows=Rates(), columns=self.width, needs_grad=self.input_grad)
         return replace_rows(x, features)
 
-    def _head(self, shape: LanguageShape) -> Var:
+    def _labelled(self, shape: LanguageShape) -> Var:
         x = self.between.gather("head.rows", self.tp, self.link)(self._between())
         x = self._norm("head.norm", shape.width)(select("labelled", x, self.outputs))
-        x = self._for_parts("head", x)
+        return self._for_parts("head", x)
+
+    def _losses(self, shape: LanguageShape, x: Var) -> Var:
         logits = self._linear("lm_head", shape.width, shape.vocab_size / self.tp, bias=False)(x)
         loss = CrossEntropy("loss", shape.vocab_size / self.tp)(logits)
         if self.tp > 1:  # the largest logit; then the sum of exponentials and the target's logit

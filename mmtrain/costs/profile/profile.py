@@ -216,11 +216,15 @@ def check_fits(profile: Profile, config: Config, spec: ModelSpec, where: str) ->
                 f"planner.profile: {where} was measured with {key} = {measured}, but this job has {value}; {advice}"
             )
     for module in spec.modules:
+        section = config.model.sections.get(module.section)
+        chooses = bool(getattr(section, "trainable_layers", ""))
         for layer in module.layers:
             try:
                 profiled = profile.layer(module.name, layer)
             except PlanError as error:
                 raise ConfigError(f"planner.profile: {where}: {error}; {advice}") from error
+            if chooses and not layer.trainable:
+                continue  # measured as one of the layers that train
             for what in ("num_params", "num_trainable_params"):
                 measured, expected = getattr(profiled, what), getattr(layer, what)
                 if measured != expected:

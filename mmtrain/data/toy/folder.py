@@ -153,7 +153,7 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], features: Mapping[
     with pq.ParquetWriter(path, schema, compression={name: "snappy" for name in features if name != images}) as writer:
         while group := list(islice(remaining, _ROWS_OF_A_GROUP)):  # small groups keep a random read cheap
             writer.write_table(pa.Table.from_pylist(group, schema))
-            num_images += sum(len(row[images]) for row in group)
+            num_images += sum(len(row[images]) if isinstance(row[images], list) else 1 for row in group)
     return num_images
 
 

@@ -1,5 +1,6 @@
 """Clips of moving shapes as values, their drawing with numpy, and their captions."""
 
+import itertools
 import math
 import random
 from dataclasses import dataclass
@@ -28,6 +29,22 @@ FRAME_SIZES = ((24, 24), (32, 32), (24, 32), (32, 24))
 SPEEDS = {"slowly": 0.16, "quickly": 0.34}
 """Frame sides a second of a shape that moves in one direction; a bouncing one is twice as fast."""
 
+EASY_COLOURS = ("red", "green", "blue")
+EASY_BACKGROUNDS = ("black", "white")
+EASY_MOTIONS: tuple[Motion, ...] = ("right", "left")
+EASY_FRAMES = 4
+EASY_SIDE = 12
+"""The easy level: one square of one size in one of three colours goes right or left on black or white, in clips of
+`EASY_FRAMES` frames with `EASY_SIDE` x `EASY_SIDE` pixels."""
+
+EASY_BUCKET = (EASY_FRAMES, EASY_SIDE, EASY_SIDE)
+"""Frames, height and width of a clip of the easy level."""
+
+_EASY_SIZE, _EASY_SPEED = "", "steadily"
+"""Not said in captions."""
+_RADII = SIZES | {_EASY_SIZE: 0.237}
+_RATES = SPEEDS | {"": 0.0, _EASY_SPEED: 7 / 6}
+
 _HELD_OUT = 7
 """One in this many combinations of colour, kind and motion is in the validation split only."""
 
@@ -52,9 +69,10 @@ class Shape:
     kind: Kind
     colour: str
     size: str
+    """A word of `SIZES`; empty at the easy level."""
     motion: Motion
     speed: str
-    """A word of `SPEEDS`; empty for a shape at rest."""
+    """A word of `SPEEDS`, or that of the easy level; empty for a shape at rest."""
     x: float
     """x of its centre in the first frame, as a part of the frame's width."""
     y: float
@@ -167,6 +185,54 @@ class ClipMaker:
         return f"a {shape.size} {shape.colour} {shape.kind} {what}"
 
 
+class EasyClipMaker:
+    """Makes clips of the easy level in order; the sequence depends only on the seed text.
+
+    Each clip draws one of the 12 captions and where the square starts. So the splits have the same captions, and differ
+    in positions.
+    """
+
+    def __init__(self, seed: str) -> None:
+        self._random = random.Random(seed)
+
+    def __call__(self) -> ShapeClip:
+        """The next clip."""
+        rng = self._random
+        colour, background, motion = rng.choice(EASY_COLOURS), rng.choice(EASY_BACKGROUNDS), rng.choice(EASY_MOTIONS)
+        edge = 0.88 * _RADII[_EASY_SIZE]
+        travel = _RATES[_EASY_SPEED] * (EASY_FRAMES - 1) / FPS
+        from_behind = rng.uniform(edge, 1 - edge - travel)
+        shape = Shape(
+            kind="square",
+            colour=colour,
+            size=_EASY_SIZE,
+            motion=motion,
+            speed=_EASY_SPEED,
+            x=from_behind if motion == "right" else 1 - from_behind,
+            y=rng.uniform(edge, 1 - edge),
+            heading=1,
+        )
+        return ShapeClip(
+            shapes=(shape,),
+            background=background,
+            num_frames=EASY_FRAMES,
+            height=EASY_SIDE,
+            width=EASY_SIDE,
+            caption=easy_caption(colour, motion, background),
+        )
+
+
+def easy_caption(colour: str, motion: Motion, background: str) -> str:
+    """The caption of a clip of the easy level."""
+    return f"a {colour} square moves {motion} on {background}"
+
+
+def easy_captions() -> dict[str, tuple[str, Motion, str]]:
+    """The colour, motion and background that each caption of the easy level names."""
+    values = itertools.product(EASY_COLOURS, EASY_MOTIONS, EASY_BACKGROUNDS)
+    return {easy_caption(*named): named for named in values}
+
+
 def _before_edge(edge: float, travel: float, heading: int) -> float:
     """The start of a shape that reaches its edge in the middle of the clip."""
     from_edge = min(travel, 1 - 2 * edge)  # it is twice as fast as in one direction: half of 2 * travel
@@ -180,9 +246,9 @@ def draw(clip: ShapeClip) -> np.ndarray:
     """[F, H, W, 3] uint8: the frames of a clip, with soft edges; equal clips give equal pixels."""
     frames = np.empty((clip.num_frames, clip.height, clip.width, 3))
     frames[:] = BACKGROUNDS[clip.background]
-    for shape in sorted(clip.shapes, key=lambda shape: -SIZES[shape.size]):  # small ones in front
+    for shape in sorted(clip.shapes, key=lambda shape: -_RADII[shape.size]):  # small ones in front
         x_F, y_F = _path(shape, clip)
-        radius = SIZES[shape.size] * min(clip.height, clip.width)
+        radius = _RADII[shape.size] * min(clip.height, clip.width)
         dx_FHW = np.arange(clip.width) + 0.5 - x_F[:, None, None]
         dy_FHW = np.arange(clip.height)[:, None] + 0.5 - y_F[:, None, None]
         cover = np.clip(0.5 - _outside(shape.kind, dx_FHW, dy_FHW, radius), 0, 1)[..., None]
@@ -194,8 +260,8 @@ def _path(shape: Shape, clip: ShapeClip) -> tuple[np.ndarray, np.ndarray]:
     """Centre of a shape in each frame, in pixels."""
     time_s = np.arange(clip.num_frames) / FPS
     x, y = np.full(clip.num_frames, shape.x), np.full(clip.num_frames, shape.y)
-    radius = SIZES[shape.size] * min(clip.height, clip.width)
-    speed = SPEEDS[shape.speed] if shape.speed else 0.0
+    radius = _RADII[shape.size] * min(clip.height, clip.width)
+    speed = _RATES[shape.speed]
     if shape.motion in ("right", "left"):
         x = x + (speed if shape.motion == "right" else -speed) * time_s
     elif shape.motion in ("up", "down"):

@@ -1,18 +1,33 @@
 """The built-in video data set: short clips of moving, coloured shapes with captions that describe them.
 
-Made once by `mmtrain data shapes OUT --num-samples N --seed S`: parquet files that
+Made once by `mmtrain data shapes OUT --num-samples N --seed S [--level easy]`: parquet files that
 `datasets.load_dataset(OUT)` opens with the splits `train` and `validation`, and a data set card.
 """
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from PIL import Image
 
 from mmtrain.data.clip_images import enlarged, save_gif, sheet
 from mmtrain.data.toy.folder import COLOURS, DataSet, Summary, card_head, image_value
-from mmtrain.data.toy.shape_clips import FPS, FRAME_SIZES, KINDS, MOTIONS, NUM_FRAMES, ClipMaker, ShapeClip, draw
+from mmtrain.data.toy.shape_clips import (
+    EASY_BACKGROUNDS,
+    EASY_COLOURS,
+    EASY_FRAMES,
+    EASY_SIDE,
+    FPS,
+    FRAME_SIZES,
+    KINDS,
+    MOTIONS,
+    NUM_FRAMES,
+    ClipMaker,
+    EasyClipMaker,
+    ShapeClip,
+    draw,
+)
 from mmtrain.errors import ConfigError, DataError
 
 _FEATURES = {
@@ -22,12 +37,19 @@ _FEATURES = {
 }
 """Column types in the form that `datasets` keeps in a parquet file's metadata."""
 
+Level = Literal["full", "easy"]
+"""full: up to three shapes of all kinds and motions; easy: one square, 12 captions."""
+
 _ZOOM = 3
+_EASY_NAME = "One moving square"
 
 
-def shape_clips(split: str, count: int, seed: int) -> Iterator[ShapeClip]:
+def shape_clips(split: str, count: int, seed: int, level: Level = "full") -> Iterator[ShapeClip]:
     """The clips of a split, not drawn; the first ones of a longer split are the same."""
-    make = ClipMaker(f"shapes/{split}/{seed}", validation=split == "validation")
+    if level == "easy":
+        make: EasyClipMaker | ClipMaker = EasyClipMaker(f"shapes/easy/{split}/{seed}")
+    else:
+        make = ClipMaker(f"shapes/{split}/{seed}", validation=split == "validation")
     for _ in range(count):
         yield make()
 
@@ -96,7 +118,42 @@ validation split alone, and the validation split has no other: each word is know
 """
 
 
+def _easy_card(summary: Summary, num_samples: int, seed: int) -> str:
+    return f"""{card_head("text-to-video", _EASY_NAME)}
+Clips of one square that moves right or left, with captions, made by
+`mmtrain data shapes OUT --level easy --num-samples {num_samples} --seed {seed}`. The same command makes the same data.
+
+{summary.num_train} training and {summary.num_validation} validation clips, {summary.num_images} frames,
+{summary.num_bytes / 1e6:.1f} MB.
+
+| column | content |
+|---|---|
+| `caption` | what is seen: colour, direction and background, as in "a red square moves right on white" |
+| `frames` | list of {EASY_FRAMES} PNG images of {EASY_SIDE} x {EASY_SIDE} pixels |
+| `fps` | frames a second: {FPS} |
+
+Colours are {", ".join(EASY_COLOURS)}; backgrounds {", ".join(EASY_BACKGROUNDS)}. Where the square starts is drawn for
+each clip. Both splits have the same 12 captions.
+"""
+
+
+def is_easy(folder: Path) -> bool:
+    """Whether a folder is a data set of the easy level, by its card."""
+    card = folder / "README.md"
+    return card.is_file() and f"pretty_name: {_EASY_NAME}\n" in card.read_text(encoding="utf-8")
+
+
 make_shapes = DataSet(
     kind="shapes", samples=shape_clips, row=_row, features=_FEATURES, images="frames", card=_card
 ).make
 """Writes the data set: see `DataSet.make`."""
+
+make_easy_shapes = DataSet(
+    kind="shapes",
+    samples=partial(shape_clips, level="easy"),
+    row=_row,
+    features=_FEATURES,
+    images="frames",
+    card=_easy_card,
+).make
+"""Writes the data set of the easy level: see `DataSet.make`."""

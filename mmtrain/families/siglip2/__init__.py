@@ -6,6 +6,7 @@ Source: arXiv:2502.14786, sec. 2.4.2.
 from collections.abc import Mapping
 from typing import Any
 
+from mmtrain.families.composite import removed
 from mmtrain.families.family import Encoder, Family, Images
 from mmtrain.families.shapes import VisionShape, check_square
 from mmtrain.families.towers import KEYS, SIZES, TABLE, tower_shape
@@ -25,7 +26,7 @@ FAMILY = Family(
             optional={"vision_use_head": True},
             parents=("siglip2",),
             dropout=("attention_dropout",),
-            prefixes=("vision_model.",),
+            spellings=removed("vision_model."),
             sizes=SIZES,
             shape=_shape,
             table=TABLE,

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from mmtrain.families.composite import removed
 from mmtrain.families.family import Encoder, Family, Images
 from mmtrain.families.shapes import VisionShape
 from mmtrain.families.tensor_table import TensorTable, block_styles
@@ -34,7 +35,7 @@ FAMILY = Family(
             },
             optional={"encoder_stride": 16, "pooler_output_size": 768, "pooler_act": "tanh"},
             dropout=("hidden_dropout_prob", "attention_probs_dropout_prob"),
-            prefixes=("vit.",),
+            spellings=removed("vit."),
             sizes=SIZES,
             shape=_shape,
             table=TensorTable(

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mmtrain.errors import ConfigError
+from mmtrain.families.composite import removed
 from mmtrain.families.family import Encoder, Family
 from mmtrain.families.shapes import VisionShape
 from mmtrain.families.towers import SOUND_ALIASES, SOUND_DROPOUT, SOUND_SIZES, SOUND_TABLE, sound_shape
@@ -39,7 +40,7 @@ FAMILY = Family(
             aliases=SOUND_ALIASES,
             parents=("whisper",),
             dropout=SOUND_DROPOUT,
-            prefixes=("model.encoder.", "encoder."),
+            spellings=removed("model.encoder.", "encoder."),
             sizes=SOUND_SIZES,
             shape=_shape,
             table=SOUND_TABLE,

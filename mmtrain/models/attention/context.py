@@ -8,7 +8,7 @@ Shape legend: T rows of the whole packed sequence; Q rows of this rank; H query 
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -17,14 +17,14 @@ from transformers import AttentionInterface
 
 from mmtrain.errors import ConfigError, DataError
 from mmtrain.modality.bitfield import Bits
+from mmtrain.models.attention.backend import Backend, Kernels, Operands, choose_kernels
 from mmtrain.models.attention.blockwise import diagonal_attention, piecewise_attention
-from mmtrain.models.attention.flex import LEAST_COLUMNS, RowBlocks, block_attention, make_row_blocks
-from mmtrain.models.attention.pieces import Piece, is_block_diagonal, make_pieces
+from mmtrain.models.attention.flex import RowBlocks, block_attention, make_row_blocks
+from mmtrain.models.attention.pieces import Piece, find_runs, is_block_diagonal, make_pieces
+from mmtrain.models.attention.varlen import MOST_CALLS, VarlenCall, group_runs, make_call, varlen_attention
 
 PACKED = "mmtrain_packed"
 """Name of `packed_attention` in a Hugging Face config."""
-
-Backend = Literal["auto", "sdpa", "flex"]
 
 
 class Gather(Protocol):
@@ -43,8 +43,8 @@ class AttentionChoices(NamedTuple):
     """How attention is computed; what it computes is the same."""
 
     backend: Backend = "auto"
-    """flex: FlexAttention, only on CUDA. sdpa: scaled-dot-product attention piece by piece. auto: flex on CUDA where
-    the mask is not one of plain blocks on the diagonal, else sdpa."""
+    """sdpa: scaled-dot-product attention piece by piece. flex: FlexAttention. varlen: variable-length attention of
+    plain segments, in one call. auto: as `choose_kernels` says."""
     part_blocks: int = 0
     """Most blocks of keys in one part of a block of rows of FlexAttention; 0: no parts; -1: by `longest_part`."""
 
@@ -72,14 +72,37 @@ class AttentionContext:
         return bool((self.rows >= 0).any())
 
     @cached_property
+    def runs(self) -> tuple[Piece, ...]:
+        """The runs of this rank's rows."""
+        return find_runs(self.bits, self.rows)
+
+    @cached_property
     def pieces(self) -> tuple[Piece, ...]:
         """The calls of scaled-dot-product attention that this rank's rows need."""
-        return make_pieces(self.bits, self.rows)
+        return make_pieces(self.runs)
 
     @cached_property
     def is_diagonal(self) -> bool:
         """Whether this rank has the whole sequence, in blocks that attend only within themselves, without a mask."""
-        return self.gather is None and is_block_diagonal(self.pieces)
+        return self.gather is None and is_block_diagonal(self.runs)
+
+    def kernels(self, query: Tensor) -> Kernels:
+        """The kernels for queries of a device, dtype and number of columns."""
+        of = query.device, query.dtype, query.shape[-1]
+        kernels: Kernels = self._once(("kernels", *of), lambda: choose_kernels(self.choices.backend, Operands.on(*of)))
+        return kernels
+
+    def varlen_calls(self, device: torch.device) -> tuple[VarlenCall, ...]:
+        """The calls of variable-length attention, with their tensors on a device; empty: they would be too many, or the
+        mask is not a plain one."""
+        calls: tuple[VarlenCall, ...] = self._once(("varlen", device), lambda: self._make_varlen_calls(device))
+        return calls
+
+    def _make_varlen_calls(self, device: torch.device) -> tuple[VarlenCall, ...]:
+        groups = group_runs(self.runs)
+        if not self.is_diagonal and len(groups) > MOST_CALLS:
+            return ()
+        return tuple(make_call(group, device) for group in groups)
 
     def device_bits(self, device: torch.device) -> Tensor:
         """`bits` [T] on a device."""
@@ -169,7 +192,11 @@ def _attend(context: AttentionContext, query: Tensor, key: Tensor, value: Tensor
         # The backward of `gather` is a collective, so that this rank needs its graph, too.
         nothing = query[:, :, :0].sum() + key[:, :, :0].sum() + value[:, :, :0].sum()
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]) + nothing
-    if _use_flex(context, query, key, value):
+    kernels = context.kernels(query)
+    if kernels.plain == "varlen" and (calls := context.varlen_calls(query.device)):
+        return varlen_attention(query, key, value, calls, scale)
+    if (kernels.plain if context.is_diagonal else kernels.masked) == "flex":
+        _check_backward(query, key, value)
         if context.gather is None:
             key, value = key[:, :, : len(context.bits)], value[:, :, : len(context.bits)]
         return block_attention(query, key, value, context.blocks(query.device, query.shape[1]), scale)
@@ -179,18 +206,13 @@ def _attend(context: AttentionContext, query: Tensor, key: Tensor, value: Tensor
     return piecewise_attention(query, key, value, context.pieces, bits, scale)
 
 
-def _use_flex(context: AttentionContext, query: Tensor, key: Tensor, value: Tensor) -> bool:
-    backend = context.choices.backend
-    if backend == "auto":
-        return query.is_cuda and query.shape[-1] >= LEAST_COLUMNS and not context.is_diagonal
-    if backend == "flex" and not query.is_cuda:
-        needs_grad = query.requires_grad or key.requires_grad or value.requires_grad
-        if torch.is_grad_enabled() and needs_grad:
-            raise ConfigError(
-                f"training.attention_backend = 'flex', but the model is on {query.device.type}, where FlexAttention "
-                "has no backward; set it to 'auto'"
-            )
-    return backend == "flex"
+def _check_backward(query: Tensor, key: Tensor, value: Tensor) -> None:
+    needs_grad = query.requires_grad or key.requires_grad or value.requires_grad
+    if not query.is_cuda and torch.is_grad_enabled() and needs_grad:
+        raise ConfigError(
+            f"training.attention_backend = 'flex', but the model is on {query.device.type}, where FlexAttention "
+            "has no backward; set it to 'auto'"
+        )
 
 
 AttentionInterface.register(PACKED, packed_attention)

@@ -42,6 +42,8 @@ class RowBlocks(NamedTuple):
     """[V] the block of each part; None: there are no parts."""
     parts: Tensor | None = None
     """[R, N] the parts of each block; V: it has fewer."""
+    with_part: tuple[Tensor, ...] = ()
+    """[part, from the second on] -> the blocks that have it."""
 
 
 def block_attention(query: Tensor, key: Tensor, value: Tensor, blocks: RowBlocks, scale: float) -> Tensor:
@@ -78,7 +80,6 @@ def merge_parts(outputs: Tensor, log_sums: Tensor, blocks: RowBlocks) -> Tensor:
     Source: Liu and Abbeel, Blockwise parallel transformer, arXiv:2305.19370; Cornstarch, arXiv:2503.11367, section 3.3.
     """
     assert blocks.parts is not None
-    num_parts = log_sums.shape[2]
     nothing = log_sums.new_full((*log_sums.shape[:2], 1, BLOCK_SIZE), -torch.inf)
     logs = torch.cat((log_sums, nothing), dim=2)[:, :, blocks.parts]  # [1, H, R, N, BLOCK_SIZE]
     most = logs.detach().amax(dim=3, keepdim=True)
@@ -86,8 +87,7 @@ def merge_parts(outputs: Tensor, log_sums: Tensor, blocks: RowBlocks) -> Tensor:
     total = weights.sum(dim=3, keepdim=True)
     weights = (weights / total.where(total > 0, 1))[..., None]
     merged = outputs.index_select(2, blocks.parts[:, 0]) * weights[:, :, :, 0]
-    for n in range(1, blocks.parts.shape[1]):  # one part of each block at a time: sums have one order
-        of = (blocks.parts[:, n] < num_parts).nonzero().flatten()
+    for n, of in enumerate(blocks.with_part, 1):  # one part of each block at a time: sums have one order
         part = outputs.index_select(2, blocks.parts[of, n])
         merged = merged.index_add(2, of, part * weights[:, :, of, n])
     return merged
@@ -125,7 +125,8 @@ def make_row_blocks(bits: Bits, rows: Bits, device: torch.device, *, most: int =
     first = np.searchsorted(block_of, np.arange(len(any_visible) + 1))
     nth = np.arange(np.diff(first).max())
     parts = np.where(nth < np.diff(first)[:, None], first[:-1, None] + nth, len(block_of))
-    return RowBlocks(mask, _on(device, block_of), _on(device, parts))
+    with_part = tuple(_on(device, np.flatnonzero(parts[:, n] < len(block_of))) for n in nth[1:])
+    return RowBlocks(mask, _on(device, block_of), _on(device, parts), with_part)
 
 
 def _block_mask(

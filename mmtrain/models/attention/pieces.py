@@ -1,8 +1,9 @@
 """The calls of scaled-dot-product attention that one rank's rows need, computed from the bits of their mask.
 
-A piece is a run of neighbouring rows with neighbouring positions whose keys are one slice of the sequence. Three
-kinds are enough: all rows see all keys of the slice; each row sees its keys up to itself; anything else. What
-needs a mask is cut so that no mask is large: the last kind, and the second where keys come before the first row.
+A run is neighbouring rows with neighbouring positions whose keys are one slice of the sequence. Three kinds are
+enough: all rows see all keys of the slice; each row sees its keys up to itself; anything else. A piece is one call:
+equal runs on the diagonal together, and a run that needs a mask in parts, so that no mask is large: the last kind, and
+the second where keys come before the first row.
 
 Shape legend: T rows of the whole packed sequence; Q rows of this rank.
 """
@@ -42,8 +43,8 @@ class Piece:
         return self.kind == "causal" and self.position == self.keys[0]
 
 
-def make_pieces(bits: Bits, rows: Bits) -> tuple[Piece, ...]:
-    """The pieces of one rank's rows, in their order; padding rows are in none of them.
+def find_runs(bits: Bits, rows: Bits) -> tuple[Piece, ...]:
+    """The runs of one rank's rows, in their order, each as one piece of one part; padding rows are in none of them.
 
     Args: bits: [T] masks. rows: [Q] positions of the rows, -1 for padding.
     """
@@ -62,7 +63,7 @@ def make_pieces(bits: Bits, rows: Bits) -> tuple[Piece, ...]:
     holes = neighbours & ~whole[1:] & ~whole[:-1] & (np.diff(rules) == 0)
     cuts = np.flatnonzero(~(level | stairs | holes)) + 1
 
-    pieces: list[Piece] = []
+    runs: list[Piece] = []
     for start, end in zip([0, *cuts], [*cuts, len(real)], strict=True) if len(real) else ():
         first, last, row = int(positions[start]), int(positions[end - 1]) + 1, int(real[start])
         keys = int(low[start]), int(high[start:end].max())
@@ -73,17 +74,24 @@ def make_pieces(bits: Bits, rows: Bits) -> tuple[Piece, ...]:
             kind = "all"
         else:
             kind = "causal"
-        piece = Piece(rows=(row, row + last - first), keys=keys, kind=kind, position=first, bits=int(bits[first]))
-        if kind == "all" or piece.is_plain_causal:
-            _append(pieces, piece)
+        runs.append(Piece(rows=(row, row + last - first), keys=keys, kind=kind, position=first, bits=int(bits[first])))
+    return tuple(runs)
+
+
+def make_pieces(runs: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    """The calls of scaled-dot-product attention that compute some runs, in their order."""
+    pieces: list[Piece] = []
+    for run in runs:
+        if run.kind == "all" or run.is_plain_causal:
+            _append(pieces, run)
         else:
-            pieces += _tiles(piece)
+            pieces += _tiles(run)
     return tuple(pieces)
 
 
-def is_block_diagonal(pieces: tuple[Piece, ...]) -> bool:
-    """Whether each piece's keys are its own rows and no mask is needed, if this rank's rows are the sequence."""
-    return all(piece.rows == piece.keys and piece.kind != "mask" for piece in pieces)
+def is_block_diagonal(runs: tuple[Piece, ...]) -> bool:
+    """Whether each run's keys are its own rows and no mask is needed, if this rank's rows are the sequence."""
+    return all(run.rows == run.keys and run.kind != "mask" for run in runs)
 
 
 def _append(pieces: list[Piece], piece: Piece) -> None:

@@ -90,6 +90,8 @@ class LatentsFeed(ClipsFeed):
         }
         if first:
             kwargs["timesteps"] = [noise.timestep(clip) for clip in clips]
+        if last and noise.wants_predictions:
+            kwargs["want_predictions"] = True
         args: tuple[Any, ...] = ()
         if self._module.latents_arrive:
             if first:

@@ -6,16 +6,91 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmtrain.modality.documents import DocumentsLayout
+from mmtrain.modality.bitfield import language_bits
+from mmtrain.modality.documents import DocumentsLayout, TextsLayout
 from mmtrain.modality.images import ImagesLayout
+from mmtrain.modality.metadata import MicrobatchMeta
 from mmtrain.modality.positions import token_positions
 from mmtrain.modality.submesh import Indices
 from mmtrain.models.attention.context import AttentionContext, attention_context
-from mmtrain.models.batch import IGNORE_INDEX, by_module
+from mmtrain.models.batch import IGNORE_INDEX, by_module, labelled_tokens
 from mmtrain.models.chunk import FeatureRows
 from mmtrain.parallel.context import RowExchange
 from mmtrain.parallel.feeds.inputs import Arguments, StepInputs
 from mmtrain.spec.spec import ModuleSpec
+
+
+class TokenIdsFeed:
+    """Token ids for a part of an embedding."""
+
+    def __init__(self, inputs: StepInputs, module: ModuleSpec) -> None:
+        layout = inputs.layout.of_module[module.name]
+        assert isinstance(layout, DocumentsLayout)
+        self._inputs, self._layout = inputs, layout
+
+    def __call__(self, first: bool, last: bool, work: int) -> Arguments:
+        inputs = self._inputs
+        assert inputs.batch is not None, "a rank where a module begins has what the module reads of the batch"
+        index = self._layout.works[work].work.microbatch
+        rows = self._layout.places(index, inputs.mesh.place.cp)
+        return (inputs.take(inputs.batch.microbatches[index].input_ids, rows, 0),), {}
+
+
+class LabelsFeed:
+    """Targets for a part of a head, and for the loss that joins all; what is wanted of them."""
+
+    def __init__(self, inputs: StepInputs, module: ModuleSpec) -> None:
+        layout = inputs.layout.of_module[module.name]
+        assert isinstance(layout, DocumentsLayout)
+        self._inputs, self._layout = inputs, layout
+        self._wanted = {"want_predictions": inputs.want_predictions}
+        if module.vocabulary is None:
+            self._wanted["want_losses"] = inputs.want_losses
+
+    def __call__(self, first: bool, last: bool, work: int) -> Arguments:
+        index, cp_rank = self._layout.works[work].work.microbatch, self._inputs.mesh.place.cp
+        places = self._layout.places(index, cp_rank)[self._layout.labelled(index, cp_rank)]
+        return (), {"targets": self._inputs.take(self._inputs.labels[index], places, IGNORE_INDEX), **self._wanted}
+
+
+class TextsFeed:
+    """Token ids for the first stage of a tower of texts, their labelled positions for the last one, attention and
+    positions for all."""
+
+    def __init__(self, inputs: StepInputs, module: ModuleSpec) -> None:
+        layout = inputs.layout.of_module[module.name]
+        assert isinstance(layout, TextsLayout)
+        self._inputs, self._layout, self._axes = inputs, layout, module.position_axes
+        self._cache: dict[int, tuple[AttentionContext, Tensor]] = {}
+
+    def __call__(self, first: bool, last: bool, work: int) -> Arguments:
+        inputs, item = self._inputs, self._layout.works[work]
+        if work not in self._cache:
+            texts = MicrobatchMeta(documents=item.units)
+            bits = language_bits(texts, self._layout.submesh.attention_mask)
+            positions = inputs.to_device(torch.from_numpy(token_positions(item.units, self._axes)))
+            self._cache[work] = attention_context(bits, choices=inputs.attention), positions
+        attention, position_ids = self._cache[work]
+        kwargs: dict[str, Any] = {"attention": attention, "position_ids": position_ids}
+        args: tuple[Any, ...] = ()
+        own, index = self._layout.tokens(work), item.work.microbatch
+        if first:
+            assert inputs.batch is not None, "a rank where a module begins has what the module reads of the batch"
+            args = (inputs.to_device(inputs.batch.microbatches[index].input_ids[own]),)
+        if last:
+            labelled = labelled_tokens([inputs.labels[index][own]])[0]
+            kwargs["labelled"] = inputs.to_device(torch.from_numpy(labelled))
+        return args, kwargs
+
+
+class PairsFeed:
+    """What is wanted of the loss of pairs, whose inputs come from towers."""
+
+    def __init__(self, inputs: StepInputs, module: ModuleSpec) -> None:
+        self._wanted = {"want_predictions": inputs.want_predictions, "want_losses": inputs.want_losses}
+
+    def __call__(self, first: bool, last: bool, work: int) -> Arguments:
+        return (), self._wanted
 
 
 class DocumentsFeed:
@@ -26,6 +101,8 @@ class DocumentsFeed:
         assert isinstance(layout, DocumentsLayout)
         self._inputs, self._layout = inputs, layout
         self._axes = module.position_axes
+        self._embeds = module.layers[0].name == "embed"
+        self._chooses_rows = module.layers[-1].output_rows == "outputs"
         self._cache: dict[int, tuple[AttentionContext, Tensor]] = {}
 
     def __call__(self, first: bool, last: bool, work: int) -> Arguments:
@@ -40,14 +117,16 @@ class DocumentsFeed:
         if first:
             assert inputs.batch is not None, "a rank where a module begins has what the module reads of the batch"
             microbatch = inputs.batch.microbatches[index]
-            args = (inputs.take(microbatch.input_ids, rows, 0),)
+            args = (inputs.take(microbatch.input_ids, rows, 0),) if self._embeds else ()
             of_modules = by_module(microbatch, inputs.meta.microbatches[index])
             kwargs["fills"] = {
                 name: self._fill(work, rows, name, of_modules[name].slots.numpy())
                 for name in inputs.layout.of_module
                 if name in of_modules
             }
-        if last:
+        if last and self._chooses_rows:
+            kwargs["labelled"] = inputs.to_device(torch.from_numpy(self._layout.labelled(index, inputs.mesh.place.cp)))
+        elif last:
             kwargs["labels"] = inputs.take(inputs.labels[index], rows, IGNORE_INDEX)
             kwargs |= {"want_predictions": inputs.want_predictions, "want_losses": inputs.want_losses}
         return args, kwargs

@@ -334,8 +334,9 @@ def least_activation_bytes(problem: PlanningProblem) -> tuple[float, ...]:
     return tuple(map(operator.add, needed_bytes, restored_bytes))
 
 
-def too_tight(problem: PlanningProblem, section: PlannerConfig) -> str:
-    """The error message of a memory limit that leaves a rank less than one microbatch takes; empty if none does."""
+def too_tight(problem: PlanningProblem, section: PlannerConfig, spec: ModelSpec) -> str:
+    """The error message of a memory limit that leaves a rank less than one microbatch takes, or as many as have one
+    loss; empty if none does."""
     needed = least_activation_bytes(problem)
     for rank, (least_bytes, limit) in enumerate(zip(needed, problem.memory_limit_bytes, strict=True)):
         if limit is not None and exceeds(least_bytes, limit):
@@ -344,9 +345,15 @@ def too_tight(problem: PlanningProblem, section: PlannerConfig) -> str:
                 key, remedies = f"planner.activation_memory_gib = {section.activation_memory_gib:g}", []
             if all(len(options) == 1 for options in problem.costs):
                 remedies.append("recompute more (activation_checkpoint.mode)")
+            count = 1 + max(work.microbatch for work in problem.graph.works)
+            together = min(count, max(module.microbatches or count for module in spec.modules))
+            what = "one microbatch"
+            if together > 1:
+                what = f"{together} microbatches that have one loss"
+                remedies.append("lower model.contrast.microbatches")
             advice = ", ".join(["raise it", *remedies])
             return (
-                "over the memory limit: the activations of one microbatch take at least "
+                f"over the memory limit: the activations of {what} take at least "
                 f"{show_bytes(least_bytes)} on pp_rank {rank}, but {key} leaves them {show_bytes(limit)}; "
                 f"{advice}, or make microbatches smaller (training.seq_len, for clips data.max_total_seconds)"
             )

@@ -4,9 +4,10 @@ As in the runtime, a step gathers the parameters of all stages first, keeps grad
 REDUCE at its end, and updates float32 shards (ZeRO-2 inside of a step, ZeRO-3 between steps).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mmtrain.config.config import Config, uses_fsdp
+from mmtrain.config.optimizer import OptimizerConfig
 from mmtrain.config.topology import Coordinates, JobLayout
 from mmtrain.costs.machine import Network
 from mmtrain.costs.operators.graph import OpKind
@@ -15,9 +16,16 @@ from mmtrain.spec.builders import DTYPE_BYTES
 from mmtrain.spec.spec import ModelSpec
 
 _MASTER = 4
-"""Bytes of an element of parameter shards and of reduced gradients."""
+"""Bytes of an element of a float32 master, and of its reduced gradient."""
+_BFLOAT16 = 2
+"""The same of a parameter without a master."""
 _GATHERED_LAYERS = 2
 """Layers that are gathered at the same time if FSDP2 gathers before each use: the one in use and the next."""
+
+
+def param_state_bytes(section: OptimizerConfig) -> int:
+    """Bytes of the optimizer for one trainable parameter: Adam's two moments, and the average of weights."""
+    return 2 * DTYPE_BYTES[section.moments_dtype] + (_MASTER if section.ema_decay else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,13 +51,13 @@ class RankState:
 
     stages: tuple[StageState, ...]
     param_bytes: float
-    """Float32 shards, and gathered parameters in the dtype of compute."""
+    """Shards, and gathered parameters in the dtype of compute."""
     grad_bytes: float
     """Accumulated gradients, not sharded."""
     reduced_bytes: float
     """Shards of the reduced gradients, held at the end of a step, when activations have been freed."""
     optimizer_bytes: float
-    """Two moments for each trainable parameter, sharded."""
+    """Two moments, and perhaps the average, of each trainable parameter, sharded."""
     updated_params: float
     """Trainable parameters of this rank's shards."""
 
@@ -72,13 +80,17 @@ class Sharding:
     units_shared: bool
     """Tensor-parallel ranks do not divide modules that can share their units; FSDP2 shards these over tp too."""
     regathered: frozenset[str]
-    """Modules that are gathered before each use."""
+    """Modules of the config that are gathered before each use."""
     param_dtype_bytes: int
     """Bytes of an element of gathered parameters."""
     reduce_dtype_bytes: int
     """Bytes of an element of gradients before and in their reduction."""
-    moments_dtype_bytes: int
-    """Bytes of an element of each of Adam's two moments."""
+    param_state_bytes: int
+    """As of `param_state_bytes`."""
+    frozen_bytes: int
+    """Bytes of an element of a shard of parameters that do not train."""
+    trained_bytes: int
+    """The same of those that train, and of their reduced gradients."""
     offload: bool
     """Shards, reduced gradients and optimizer state are in host memory."""
 
@@ -93,7 +105,9 @@ class Sharding:
             regathered=config.regathered,
             param_dtype_bytes=DTYPE_BYTES[training.mixed_precision_param],
             reduce_dtype_bytes=DTYPE_BYTES[training.mixed_precision_reduce],
-            moments_dtype_bytes=DTYPE_BYTES[config.optimizer.moments_dtype],
+            param_state_bytes=param_state_bytes(config.optimizer),
+            frozen_bytes=_MASTER if training.master_weights == "all" else _BFLOAT16,
+            trained_bytes=_BFLOAT16 if training.master_weights == "none" else _MASTER,
             offload=training.enable_cpu_offload,
         )
 
@@ -103,7 +117,11 @@ class Sharding:
         layers = module.layers[slice(*stage.layers)]
         is_whole = self.units_shared and module.shares_units
         divided = 1 if is_whole or module.is_whole else self.shape.tp
-        once = stage.module not in self.regathered
+        once = module.section not in self.regathered
+        # A part of a tied matrix is one parameter of its rank, which counts in the part of the embedding.
+        is_copy = module.vocabulary is not None and any(layer.num_shared_params for layer in layers)
+        if is_copy:
+            layers = tuple(replace(layer, num_params=0, num_shared_params=0) for layer in layers)
         params = [layer.num_params / divided for layer in layers]
         return StageState(
             stage=stage.index,
@@ -125,19 +143,20 @@ class Sharding:
                 param_bytes=_MASTER * params,
                 grad_bytes=_MASTER * trainable,
                 reduced_bytes=0.0,
-                optimizer_bytes=2 * self.moments_dtype_bytes * trainable,
+                optimizer_bytes=self.param_state_bytes * trainable,
                 updated_params=trainable,
             )
         updated = sum(s.num_trainable / s.shards for s in stages)
         on_device = 0.0 if self.offload else 1.0
-        shards = sum(s.num_params / s.shards for s in stages)
+        frozen = sum((s.num_params - s.num_trainable) / s.shards for s in stages)
+        shard_bytes = self.frozen_bytes * frozen + self.trained_bytes * updated
         gathered = _most_gathered(stages)
         return RankState(
             stages=stages,
-            param_bytes=_MASTER * shards * on_device + self.param_dtype_bytes * gathered,
+            param_bytes=shard_bytes * on_device + self.param_dtype_bytes * gathered,
             grad_bytes=self.reduce_dtype_bytes * sum(s.num_trainable for s in stages),
-            reduced_bytes=_MASTER * updated * on_device,
-            optimizer_bytes=2 * self.moments_dtype_bytes * updated * on_device,
+            reduced_bytes=self.trained_bytes * updated * on_device,
+            optimizer_bytes=self.param_state_bytes * updated * on_device,
             updated_params=updated,
         )
 

@@ -12,6 +12,7 @@ arXiv:2503.11367, section 3.3.1: modules on ranks of their own, cut by the secon
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 from mmtrain.config.model import section_of
@@ -44,6 +45,8 @@ class StageSpec:
     """Holds the module's first layer."""
     last: bool
     """Holds the module's last layer."""
+    of_vocabulary: bool = False
+    """Its module is a part of a divided vocabulary, or joins such parts."""
 
     @classmethod
     def of(cls, index: int, module: ModuleSpec, layers: tuple[int, int], pp_rank: int, segment: int) -> "StageSpec":
@@ -56,6 +59,7 @@ class StageSpec:
             segment=segment,
             first=layers[0] == 0,
             last=layers[1] == len(module.layers),
+            of_vocabulary=module.section != module.name,
         )
 
 
@@ -73,14 +77,16 @@ class Partition:
     """How modules are placed that do not reach every rank: the value of planner.placement."""
 
     def __str__(self) -> str:
-        """Chunks on each rank: of the chain, or K of each module."""
+        """Chunks on each rank: of the chain, or K of each module; and whether each has a part of the vocabulary."""
+        divided = ", vocabulary divided" if any(stage.of_vocabulary for stage in self.stages) else ""
         if self.passes:
-            return f"chain x {self.passes}"
-        ranks = [len({self.stage_rank[stage] for stage in module.stages}) for module in self.modules]
-        counts = [len(module.stages) // n for module, n in zip(self.modules, ranks, strict=True)]
+            return f"chain x {self.passes}{divided}"
+        cut = [module for module in self.modules if not self.stages[module.stages[0]].of_vocabulary]
+        ranks = [len({self.stage_rank[stage] for stage in module.stages}) for module in cut]
+        counts = [len(module.stages) // n for module, n in zip(cut, ranks, strict=True)]
         if self.placed:
-            return " + ".join(f"{count} on {n}" for count, n in zip(counts, ranks, strict=True))
-        return " + ".join(map(str, counts))
+            return " + ".join(f"{count} on {n}" for count, n in zip(counts, ranks, strict=True)) + divided
+        return " + ".join(map(str, counts)) + divided
 
     def of_rank(self, pp_rank: int) -> tuple[StageSpec, ...]:
         """The stages that a pipeline rank holds, ascending."""
@@ -95,6 +101,18 @@ class Partition:
         """The pipeline ranks of the language model's first and last stage, which hold the copies of a tied matrix."""
         stages = self.of_module(self.text)
         return stages[0].pp_rank, stages[-1].pp_rank
+
+    def hops(self, spec: ModelSpec) -> frozenset[tuple[int, int]]:
+        """(source, target) of all pipeline ranks between which activations, or their gradients, may travel.
+
+        Args: spec: the model that is cut.
+        """
+        edges = [pair for module in self.modules for pair in pairwise(module.stages)]
+        for module in spec.modules:
+            first = self.of_module(module.name)[0].index
+            edges += [(self.of_module(name)[-1].index, first) for name in module.after]
+        forward = {(self.stage_rank[source], self.stage_rank[target]) for source, target in edges}
+        return frozenset((a, b) for hop in forward for a, b in (hop, hop[::-1]) if a != b)
 
     @cached_property
     def modules(self) -> tuple[ModuleStages, ...]:
@@ -121,7 +139,7 @@ def partition(
 ) -> Partition:
     """The separated partition: each module cut into P x K chunks of consecutive layers, K chunks on each of P ranks.
 
-    A module that is not cut is one chunk on rank 0. The cut minimises the largest chunk of a module (FLOPs of forward
+    A module that is not cut is one chunk on its rank. The cut minimises the largest chunk of a module (FLOPs of forward
     and backward at the reference sizes, including embedding and head). Among such cuts single layers are moved until
     the FLOPs of the ranks, over all modules, cannot become more equal; ties go to equal numbers of layers.
 
@@ -139,15 +157,17 @@ def partition(
         layout.
     Source: DIP, arXiv:2504.14145, sections 3.1 and 4.
     """
-    totals = {m.name: spec.flops(m.name, sizes[m.name]).total for m in spec.modules if not m.is_whole}
+    totals = {m.name: spec.flops(m.name, sizes[m.name]).total for m in spec.modules if m.pp_rank is None}
     fastest = min((t for t in totals.values() if t > 0), default=1.0)
     cuts: dict[str, _Cut] = {}
     for module in spec.modules:
         costs = [flops.total for flops in spec.layer_flops(module.name, sizes[module.name])]
         if weights is not None:
             costs = list(weights[module.name])
-        if module.is_whole:
-            cuts[module.name] = _Cut(bounds=((0, len(costs)),), costs=costs, ranks=[0], fixed=True)
+        if module.pp_rank is not None:
+            cuts[module.name] = _Cut(
+                bounds=((0, len(costs)),), costs=costs, ranks=[module.pp_rank % num_ranks], fixed=True
+            )
             continue
         by_rule = int(totals[module.name] // fastest)
         layout = (layouts or {}).get(module.name, "")
@@ -291,7 +311,8 @@ def mixed_partition(
     """The mixed partition: the layers of all modules, in their order, cut as one chain into P x v parts.
 
     The cut minimises the largest part; ties go to equal numbers of layers. A part with layers of several modules is one
-    stage of each of them, on the same rank.
+    stage of each of them, on the same rank. Parts of a divided vocabulary are not in the chain: each rank has an equal
+    one.
 
     Args:
         num_ranks: P.
@@ -303,21 +324,33 @@ def mixed_partition(
     if placement == "v":
         _check_v(spec.text, passes)
     ranks = _ranks(range(num_ranks), passes, placement)
-    all_layers = [(module, index) for module in spec.modules for index in range(len(module.layers))]
+    chain = [module for module in spec.modules if module.section == module.name]
+    all_layers = [(module, index) for module in chain for index in range(len(module.layers))]
     if len(all_layers) < num_ranks * passes:
         raise ConfigError(
             f"parallelism.pipeline_parallel_degree = {num_ranks} x {passes} passes (model.language.num_segments) = "
             f"{num_ranks * passes} chunks, but all modules together have {len(all_layers)} layers (cut points), and "
             "each chunk needs a layer; lower one of them, or use a deeper model"
         )
-    stages: list[StageSpec] = []
     bounds_of_parts = split_evenly([weights[module.name][index] for module, index in all_layers], num_ranks * passes)
+    stages: list[StageSpec] = []
+    position = {module.name: number for number, module in enumerate(spec.modules)}
+    others = [module for module in spec.modules if module not in chain]
+
+    def add_others(before: int) -> None:
+        while others and position[others[0].name] < before:
+            single = others.pop(0)
+            assert single.pp_rank is not None
+            stages.append(StageSpec.of(len(stages), single, (0, len(single.layers)), single.pp_rank, 0))
+
     for j, bounds in enumerate(bounds_of_parts):
-        for module in spec.modules:
+        for module in chain:
             indices = [index for owner, index in all_layers[slice(*bounds)] if owner is module]
             if indices:
+                add_others(position[module.name])
                 layers = indices[0], indices[-1] + 1
                 stages.append(StageSpec.of(len(stages), module, layers, ranks[j], j // num_ranks))
+    add_others(len(spec.modules))
     return Partition(num_ranks, tuple(stages), spec.text.name, passes)
 
 

@@ -10,6 +10,7 @@ from mmtrain.planner.search.kernels.anneal import ANNEAL, CHOOSE, COST, EVALUATE
 from mmtrain.planner.search.kernels.arrays import Chain, Decoder, Workspace
 from mmtrain.planner.search.orders import Order, inverse
 from mmtrain.schedule.numba_start import load_numba
+from mmtrain.schedule.passes.instruct import plan_without, without_instructions
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
 
@@ -96,8 +97,9 @@ def fit_memory(problem: PlanningProblem, plan: Plan, *, iterations: int = LAST_I
     Args: iterations: of the choice.
     """
     load_numba()
-    searched = Searched.of(problem)
-    w = searched.load(plan)
+    bare = without_instructions(problem)  # the kernels do not know any; they hold nothing that an option could change
+    searched = Searched.of(bare)
+    w = searched.load(plan_without(plan, bare))
     if choose(searched, w, iterations) == math.inf:
         return None
     return replace(plan, options=searched.chosen(w))

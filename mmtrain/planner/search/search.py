@@ -28,6 +28,7 @@ from mmtrain.schedule.library.catalogue import CATALOGUE, Schedule
 from mmtrain.schedule.library.list_schedule import rank_footprints
 from mmtrain.schedule.library.memory import choose_options, components
 from mmtrain.schedule.library.v_shape import v_chunks
+from mmtrain.schedule.passes.instruct import instruct, without_instructions
 from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.problem import P2P, Option, PlanningProblem
 
@@ -44,9 +45,13 @@ def search(
     exist for all stages and works, half of the budget goes to plans with only such options, which can use the whole
     limit.
 
+    Instructions are added to the plan that the search finds without them.
+
     Args: cancelled: polled; the search ends early once it returns True.
     Raises: PlanError: no budget.
     """
+    if problem.graph.instructions:
+        return _with_instructions(search(without_instructions(problem), options, cancelled=cancelled), problem)
     if options.strategy == "first" or not problem.graph.has_any_backward:
         return _unsearched(problem, options)
     _check_budget(options)
@@ -54,6 +59,19 @@ def search(
     if stp is None or found.cost_s <= stp.cost_s:
         return found
     return replace(stp, evaluations=found.evaluations + 1, seed=found.seed)
+
+
+def _with_instructions(result: PlanResult, problem: PlanningProblem) -> PlanResult:
+    """The result for a problem, from that for the problem without instructions."""
+    if not result.has_plan:
+        return replace(result, problem=problem)
+    try:
+        plan = instruct(result.plan, problem)
+        check(plan, problem)
+    except PlanError as error:
+        return PlanResult(problem=problem, status="infeasible", message=str(error), seed=result.seed)
+    status = "improved" if result.status == "optimal" else result.status  # the bound does not know them
+    return replace(result, problem=problem, plan_or_none=plan, status=status)
 
 
 def _unsearched(problem: PlanningProblem, options: SearchOptions) -> PlanResult:
@@ -79,9 +97,11 @@ def with_options_chosen(made: PlanResult, *, braid: bool = False) -> PlanResult:
     """
     if not may_bind(made):
         return made
-    problem, message = made.problem, "the order of arrival, with memory options chosen for it"
+    problem, message = without_instructions(made.problem), "the order of arrival, with memory options chosen for it"
     plans = [plan for plan in (_decoded(problem, braid), _lean(problem, braid)) if plan is not None]
     results = (PlanResult(problem=problem, status="first", message=message, plan_or_none=plan) for plan in plans)
+    if made.problem.graph.instructions:
+        results = (_with_instructions(result, made.problem) for result in results)
     return min([made, *results], key=lambda result: result.makespan_s)
 
 
@@ -146,8 +166,8 @@ def _search_twice(problem: PlanningProblem, options: SearchOptions, cancelled: C
     if first.has_plan:
         position = problem.graph.position
         back = {
-            (stage, work): original[problem.cost_index[work][position[stage]]][option]
-            for (stage, work), option in first.plan.options.items()
+            (stage, work): original[problem.cost_index[work][position[stage]]][first.plan.options.get((stage, work), 0)]
+            for stage, work in problem.graph.nodes()
         }
         plan = Plan(problem.graph, first.plan.orders, {node: option for node, option in back.items() if option})
         check(plan, problem)
@@ -178,12 +198,13 @@ def _without_restoring(problem: PlanningProblem) -> tuple[PlanningProblem, list[
 def shortest_s(problem: PlanningProblem, options: SearchOptions) -> float:
     """The makespan in seconds that a search of the problem comes to, its mean with noise; infinite: no plan fits.
 
-    It is that of the best order during the search, without the plan itself, its check and its simulation, which take
-    twice as long as 50 evaluations. It is at most rounding, one choice of memory options, or some last blocks, from
-    that of `search`.
+    It is that of the best order during the search, without instructions, and without the plan itself, its check and its
+    simulation, which take twice as long as 50 evaluations. It is at most rounding, one choice of memory options, or
+    some last blocks, from that of `search`.
 
     Raises: PlanError: no budget.
     """
+    problem = without_instructions(problem)
     if options.strategy == "first" or not problem.graph.has_any_backward:
         return _unsearched(problem, options).cost_s
     _check_budget(options)

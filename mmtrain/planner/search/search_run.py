@@ -210,7 +210,8 @@ class SearchRun:
             return self._run_chains(run, self.searched, starts, 1.0)
         self._run_chains(run, replace(self.searched, factors=NO_DRAWS), starts, 1 - ROBUST_SHARE)
         self._best = sorted((self._by_mean(start) for start in self._best), key=lambda start: start.cost)
-        return self._why_over() or self._run_chains(run, self.searched, self._best, 1.0)
+        # No order may have fitted yet: chains then go on from where they began.
+        return self._why_over() or self._run_chains(run, self.searched, self._best or starts, 1.0)
 
     def _by_mean(self, start: Start) -> Start:
         cost = evaluate(self.searched, self._workspace(0), start.order, start.how, ITERATIONS)

@@ -24,9 +24,11 @@ from mmtrain.schedule.library.stp import stp, stp_lean
 from mmtrain.schedule.library.zbv import zbv
 from mmtrain.schedule.library.zero_bubble import interleaved_zero_bubble, zb_h1, zb_h2
 from mmtrain.schedule.passes.braid import braid
+from mmtrain.schedule.passes.instruct import Instructed
 from mmtrain.schedule.passes.separate import separate_gradients
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
+from mmtrain.schedule.recipe.instructions import Instruction, planned
 
 Placement = Literal["loop", "v"]
 """Placement of the chunks of a module. loop: chunk j on rank j mod P. v: down the ranks and back up, 2 chunks a
@@ -58,6 +60,8 @@ class Schedule:
     """Module -> chunks on each rank, where the schedule says so; "": of all others."""
     chain_ranks: tuple[int, ...] = ()
     """[stage] -> rank of a chain of one module; empty: by `placement`."""
+    instructions: tuple[Instruction, ...] = ()
+    """What ranks run in training steps in addition to compute; see `with_instructions`."""
     refusal: str = ""
     """Why no job can run the schedule, as the rest of a sentence; empty: it can."""
     takes_eager: bool = False
@@ -68,6 +72,17 @@ class Schedule:
     """In the catalogue, or of the file."""
     text: str = ""
     """Content of the file that it is from."""
+
+    def with_instructions(self, problem: PlanningProblem) -> PlanningProblem:
+        """The problem with the schedule's instructions, of which it may have some; as it is if there is no backward.
+
+        Raises: RecipeError: one is for a module or chunk that the problem lacks.
+        """
+        graph = problem.graph
+        if not self.instructions or not graph.has_any_backward:
+            return problem
+        more = [one for one in planned(self.instructions, graph) if one.key not in graph.instruction]
+        return replace(problem, graph=replace(graph, instructions=(*graph.instructions, *more))) if more else problem
 
     def eager(self, count: int) -> "Schedule":
         """The schedule with more forwards in flight on the ranks of encoders.
@@ -167,6 +182,7 @@ CATALOGUE: Mapping[str, Schedule] = {
     name: replace(
         _SCHEDULES[name],
         name=name,
+        make=Instructed(_SCHEDULES[name].make),
         keeps_memory_limits=name in MEMORY_BOUNDED_SCHEDULES,
         takes_eager=name in EAGER_SCHEDULES,
     )

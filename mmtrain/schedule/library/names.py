@@ -1,10 +1,9 @@
 """The names of the schedules, for configs, which load neither the schedules nor the files that define one."""
 
-import difflib
 import re
 from typing import Literal, get_args
 
-from mmtrain.errors import ConfigError, shown
+from mmtrain.errors import ConfigError, nearest, shown
 
 ScheduleName = Literal[
     "GPipe",
@@ -67,7 +66,7 @@ def check_name(name: str, also: tuple[str, ...] = (), where: str = "schedule") -
     """
     known = (*get_args(ScheduleName), *also)
     if name not in known and file_of(name, where) is None:
-        near = difflib.get_close_matches(name, known, 1)
+        near = nearest(name, known)
         hint = f'; did you mean "{near[0]}"?' if near else ""
         raise ConfigError(
             f"{where} {shown(name)} does not exist; choose one of {', '.join(known)}, or the path of a recipe (.py, "

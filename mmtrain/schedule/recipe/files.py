@@ -5,24 +5,26 @@ is first needed, never when a config is loaded.
 """
 
 import dataclasses
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache, partial
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
-from mmtrain.errors import ConfigError, MMTrainError, PlanError, RecipeError, one_line, shown
+from mmtrain.errors import ConfigError, PlanError, RecipeError, one_line, shown
 from mmtrain.schedule.action import BRAID, Action, Braid
 from mmtrain.schedule.graph import WorkGraph
 from mmtrain.schedule.io.torch_csv import read_plan
 from mmtrain.schedule.library.catalogue import CATALOGUE, Schedule
 from mmtrain.schedule.library.names import check_name, file_of
 from mmtrain.schedule.limits import RANKS
+from mmtrain.schedule.passes.instruct import Instructed
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
+from mmtrain.schedule.recipe.instructions import Instruction
 from mmtrain.schedule.recipe.language import Recipe
 from mmtrain.schedule.recipe.policy import plan_of
+from mmtrain.schedule.recipe.program import function_of, guarded, run_program
 
 DEFAULT_FUNCTION = "schedule"
 CHAIN = "language"
@@ -88,6 +90,7 @@ def _of_recipe(name: str, text: str, num_ranks: int) -> Schedule:
         plans_forward_only=True,
         segments={module: recipe.placement_of(module).passes for module in placements},
         chain_ranks=chain_ranks,
+        instructions=tuple(recipe.instructions),
         refusal=refusal,
         text=text,
     )
@@ -102,46 +105,15 @@ def _make(path: str, recipe: Recipe, problem: PlanningProblem) -> Plan:
 
 def _run_file(path: str, function: str, text: str, num_ranks: int) -> Recipe:
     """The recipe that a file's function returns."""
-    try:
-        code = compile(text.removeprefix("\ufeff"), path, "exec", dont_inherit=True)
-    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        raise ConfigError(f"{path}{line}: not a Python file: {one_line(error)}") from None
-    module = ModuleType("mmtrain_recipe")
-    module.__file__, names = path, vars(module)
-    sys.modules[module.__name__] = module  # dataclasses of a recipe look for their module
-    try:
-        _guarded(path, lambda: exec(code, names))
-    finally:
-        del sys.modules[module.__name__]
-    make = names.get(function)
-    if not callable(make):
-        known = [key for key, value in names.items() if isinstance(value, type(_guarded)) and not key.startswith("_")]
-        raise ConfigError(
-            f"{path}: there is no function {function!r}; define `def {function}(P)`, or name another one as "
-            f"{path}:FUNCTION{' (' + ', '.join(known) + ')' if known else ''}"
-        )
-    recipe, again = (_guarded(path, lambda: make(num_ranks)) for _ in range(2))
+    make = function_of(path, run_program(path, text, "mmtrain_recipe"), function, "(P)")
+    recipe, again = (guarded(path, lambda: make(num_ranks)) for _ in range(2))
     if not isinstance(recipe, Recipe):
         raise ConfigError(f"{path}: {function}({num_ranks}) returned {shown(recipe)}; return a Recipe")
-    if _guarded(path, lambda: _form(recipe) != _form(again)):
+    if guarded(path, lambda: _form(recipe) != _form(again)):
         raise ConfigError(
             f"{path}: {function}({num_ranks}) is impure: two calls returned different recipes; let it use P alone"
         )
     return recipe
-
-
-def _guarded(path: str, run: Callable[[], Any]) -> Any:
-    """What a recipe's code returns. Raises: ConfigError: it raises; with the file's line."""
-    try:
-        return run()
-    except (Exception, SystemExit) as error:
-        frame, line = error.__traceback__, 0
-        while frame is not None:
-            line = frame.tb_lineno if frame.tb_frame.f_code.co_filename == path else line
-            frame = frame.tb_next
-        what = one_line(error) if isinstance(error, MMTrainError) else f"{type(error).__name__}: {one_line(error)}"
-        raise ConfigError(f"{path}{f':{line}' * bool(line)}: {what}") from None
 
 
 def _form(value: Any, depth: int = 4) -> Any:
@@ -150,7 +122,10 @@ def _form(value: Any, depth: int = 4) -> Any:
         return type(value)
     inner = partial(_form, depth=depth - 1)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [type(value), *(inner(getattr(value, f.name)) for f in dataclasses.fields(value))]
+        names = [f.name for f in dataclasses.fields(value)]
+        if isinstance(value, Instruction):
+            names.remove("function")  # it may hold what it has seen, and plans do not depend on it
+        return [type(value), *(inner(getattr(value, name)) for name in names)]
     if isinstance(value, Mapping):
         return {key: inner(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -197,7 +172,7 @@ def _of_csv(name: str, text: str, num_ranks: int) -> Schedule:
     return Schedule(
         name=name,
         idea=f"the orders of {name}",
-        make=partial(_relabelled, name, plan),
+        make=Instructed(partial(_relabelled, name, plan)),
         least_passes=-(-len(graph.stage_rank) // graph.num_ranks),
         splits_backward=bool(plan.split),
         segments={"": -(-len(graph.stage_rank) // graph.num_ranks)},

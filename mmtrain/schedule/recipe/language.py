@@ -4,13 +4,13 @@ Source: FlexPipe's scheduling language, sections 4 and 5 (table 2 for the values
 stage traversal priorities, in-flight microbatches, check functions and step functions.
 """
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
-from mmtrain.errors import RecipeError, shown
+from mmtrain.errors import RecipeError, nearest, shown
 from mmtrain.schedule.action import Action
+from mmtrain.schedule.recipe.instructions import Instruction, in_order
 
 First = Literal["backward", "forward", "alternate"]
 Order = Literal["breadth", "depth", "oldest"]
@@ -112,7 +112,7 @@ class Moment:
     """Seconds or steps since the start, by the recipe's clock."""
     ready: tuple[Action, ...]
     """Of a step function: what the rank could start, as inputs are there and limits have room: F, then B or I, oldest
-    first, then W. Empty in a check function."""
+    first, then W, then instructions. Empty in a check function."""
     started: frozenset[Action]
     """What this rank has started."""
     last: Action | None
@@ -175,9 +175,11 @@ class Recipe:
     overrides: Mapping[str | int, Rule] = field(default_factory=dict)
     """Module name or rank -> what it does otherwise. `in_flight` of a module counts its own pairs on each rank."""
     check: Check | None = None
-    """(moment, action) -> whether it may start now."""
+    """(moment, action) -> whether it may start now. It is not asked for instructions."""
     step: Step | None = None
     """moment -> which of `moment.ready` starts, or None; in place of `first`, `forward` and `backward`."""
+    instructions: Sequence[Instruction] = ()
+    """Functions that ranks call between the actions of a training step; a rank starts one as soon as it can."""
     clock: Clock = "seconds"
     """Of the choices. seconds: modelled times and transfers. lockstep: every action takes one step, transfers none."""
     idea: str = ""
@@ -202,6 +204,11 @@ class Recipe:
         for name in ("check", "step"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise RecipeError(f"Recipe.{name} = {shown(getattr(self, name))}; it must be a function, or left out")
+        if not isinstance(self.instructions, list | tuple) or any(
+            not isinstance(one, Instruction) for one in self.instructions
+        ):
+            raise RecipeError(f"Recipe.instructions = {shown(self.instructions)}; give a list of Instruction(...)")
+        in_order(self.instructions)
         for module, placement in self.placements.items():
             if not isinstance(module, str) or not isinstance(placement, str | Placement):
                 raise RecipeError(f"Recipe.placement = {shown(placement)}; write a word or a Placement")
@@ -270,6 +277,6 @@ def _flag(where: str, value: Any) -> None:
 
 def _word(where: str, value: Any, words: Sequence[str]) -> None:
     if value not in words:
-        near = difflib.get_close_matches(str(value), words, 1)
+        near = nearest(str(value), words)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise RecipeError(f"{where} = {shown(value)}; choose one of {', '.join(map(repr, words))}{hint}")

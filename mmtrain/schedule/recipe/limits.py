@@ -148,8 +148,12 @@ def call(where: str, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def line_of(error: BaseException) -> str:
-    """` (file:line)` of the code that raised an error; empty: not known."""
+    """` (file:line)` of the last line that a function called by `call` reached in its own file; empty: not known."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})" if trace is not None else ""
+    if trace is None:
+        return ""
+    trace = trace.tb_next or trace  # the first one is that of `call`
+    path, line = trace.tb_frame.f_code.co_filename, trace.tb_lineno
+    while trace := trace.tb_next:
+        line = trace.tb_lineno if trace.tb_frame.f_code.co_filename == path else line
+    return f" ({path}:{line})"

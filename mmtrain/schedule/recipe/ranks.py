@@ -5,10 +5,10 @@ end (FlexPipe's local buffers, section 5.1). `kernel` has the same rules for num
 """
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from mmtrain.errors import RecipeError, shown
-from mmtrain.schedule.action import Action
+from mmtrain.schedule.action import Action, Kind
 from mmtrain.schedule.engine import Policy
 from mmtrain.schedule.plan import show_steps
 from mmtrain.schedule.recipe.bound import Bound
@@ -210,11 +210,23 @@ class Ranks(Policy):
     def stuck(self, orders: Sequence[Sequence[Action]]) -> RecipeError:
         """The error of a run that has not started all actions. Args: orders: what it has started."""
         reasons = [self._reason(rank, slot) for rank in range(len(orders)) for slot in (F, B)]
+        reasons += self._blocked(orders)
         steps = {rank: len(order) for rank, order in enumerate(orders)}
         started, count = sum(map(len, orders)), self._bound.num_actions
         return RecipeError(
             f"the recipe gets stuck after {started} of {count} actions: {max(reasons)[1]}\n{show_steps(orders, steps)}"
         )
+
+    def _blocked(self, orders: Sequence[Sequence[Action]]) -> Iterator[tuple[int, str]]:
+        """What instructions that have not started wait for, and how likely one is the cause of all."""
+        graph, started = self._bound.graph, {action for order in orders for action in order}
+        for key, given in graph.instruction.items():
+            for kind, stage, work in given.after if graph.action(*key) not in started else ():
+                whole = kind is Kind.W and self.seconds[self._items.item(kind, stage, work)] is None
+                missing = graph.action(kind, stage, work)
+                if whole or missing not in started:
+                    why = "does not run where backwards are whole; wait for B in place of W" if whole else "waits too"
+                    yield 3 * whole, f"the instruction {graph.action(*key)} waits for {missing}, which {why}"
 
     def _reason(self, rank: int, slot: int) -> tuple[int, str]:
         """What holds up a rank that has something of a slot ready, and how likely it is the cause of all."""

@@ -5,7 +5,7 @@ import io
 from collections.abc import Mapping
 from typing import Any
 
-from mmtrain.schedule.action import RESULT_OF, Action, Kind
+from mmtrain.schedule.action import BRAID, RESULT_OF, Action, Kind
 from mmtrain.schedule.graph import WorkGraph
 from mmtrain.schedule.timeline import Timeline
 from mmtrain.schedule.view.drawing import PAPER, Box, Drawing, headline, layout, mark, name, num_bands, seconds, stacked
@@ -20,7 +20,8 @@ def text(timeline: Timeline, width: int = 120) -> str:
     """The timeline as a grid of characters, time to the right, in one or several bands of `width` columns.
 
     An action starts with a letter of its module, small for a forward and capital for a backward, and its microbatch;
-    the rest of its time is `-` forward, `=` backward, `~` I, `:` W, `&` a braid. `.` is idle.
+    the rest of its time is `-` forward, `=` backward, `~` I, `:` W, `&` a braid. An instruction is `+` and its
+    microbatch. `.` is idle.
     An action shorter than its label has only the letter; one shorter than half a column is invisible.
     """
     bands = num_bands(timeline, width, 4)  # columns, which hold a letter and two digits
@@ -34,6 +35,7 @@ def text(timeline: Timeline, width: int = 120) -> str:
     modules = ", ".join(f"{letter} = {module}" for module, letter in _letters(timeline).items())
     blocks = any(len(row.action.parts) > 1 for rank in range(timeline.num_ranks) for row in timeline.of_rank(rank))
     kinds = "small letter forward (-), capital backward (= whole, ~ input, : weight)" + ", & a braid" * blocks
+    kinds += ", + an instruction" * any(row.action.kind not in (*_FILL, BRAID) for row in timeline.rows)
     kinds += ", > of images that the next microbatch reads" * bool(timeline.deferred)
     lines.append(f"{modules}; {kinds}, . idle")
     return "\n".join(lines)
@@ -47,13 +49,14 @@ def _cells(timeline: Timeline, rank: int, width: int) -> str:
         labels = [_label(timeline, part) for part in row.action.parts]
         fitting = [text for text in ("&".join(labels), labels[0]) if len(text) <= high - low]
         label = fitting[0] if fitting else labels[0][:1][: high - low]
-        cells[low:high] = label.ljust(high - low, _FILL.get(row.action.kind, "&"))
+        cells[low:high] = label.ljust(high - low, _FILL.get(row.action.kind, "&" if len(row.action.parts) > 1 else "+"))
     return "".join(cells)
 
 
 def _label(timeline: Timeline, action: Action) -> str:
     letter = _letters(timeline)[timeline.stage_modules[action.stage]]
-    return f"{letter if action.kind is Kind.F else letter.upper()}{action.microbatch}{mark(timeline, action)}"
+    letter = letter if action.kind is Kind.F else letter.upper() if action.kind in _FILL else "+"
+    return f"{letter}{action.microbatch}{mark(timeline, action)}"
 
 
 def _letters(timeline: Timeline) -> dict[str, str]:

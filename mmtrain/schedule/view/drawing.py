@@ -20,6 +20,8 @@ COLOURS: tuple[dict[Kind, Colour], ...] = (
     {Kind.F: "#7fd0da", Kind.B: "#1b7f8c", Kind.I: "#4da7b2", Kind.W: "#d3eff2"},
 )
 """One hue a module: forward is light, backward dark, I and W in between."""
+INSTRUCTION_COLOUR: Colour = "#7b8794"
+"""Of the instructions of a recipe, whatever their module."""
 _DARK = frozenset({Kind.B, Kind.I})
 _KIND_WORDS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward, input", Kind.W: "backward, weight"}
 
@@ -163,7 +165,7 @@ def headline(timeline: Timeline) -> str:
 def colour(timeline: Timeline, module: str, kind: Kind) -> Colour:
     """The fill of one kind of action of a module."""
     names = list(dict.fromkeys(timeline.stage_modules))
-    return COLOURS[names.index(module) % len(COLOURS)][kind]
+    return COLOURS[names.index(module) % len(COLOURS)].get(kind, INSTRUCTION_COLOUR)
 
 
 def name(timeline: Timeline, action: Action) -> str:
@@ -222,9 +224,9 @@ def _legend(timeline: Timeline) -> Iterator[Box | Label]:
     kinds = {(timeline.stage_modules[part.stage], part.kind) for row in timeline.rows for part in row.action.parts}
     x, y = float(_LEFT), 32
     for module in dict.fromkeys(timeline.stage_modules):
-        for kind in _KIND_WORDS:
+        for kind in (*_KIND_WORDS, *sorted({kind for _, kind in kinds} - _KIND_WORDS.keys())):
             if (module, kind) in kinds:
-                text = f"{module} {_KIND_WORDS[kind]}"
+                text = f"{module} {_KIND_WORDS.get(kind, kind)}"
                 yield Box(x, y, 14, 14, colour(timeline, module, kind))
                 yield Label(x + 20, y + 7, text, 12, "start")
                 x += 20 + len(text) * 12 * 0.56 + 22

@@ -71,6 +71,11 @@ def check_grid(config: Config, command: str) -> None:
             f"{command}: parallelism.pipelines = {config.parallelism.pipelines}, but this looks for degrees of equal "
             "pipelines; remove the key (`mmtrain allocate --nodes` finds pipelines of unequal depth)"
         )
+    if config.elastic.enable:
+        raise ConfigError(
+            f"{command}: elastic.enable = true, but this looks for degrees of equal pipelines, and those of an elastic "
+            "job follow from its nodes; set it to false (`mmtrain allocate --nodes` finds the degrees of a stage)"
+        )
 
 
 def gpus_of_node(config: Config, num_gpus: int) -> int:

@@ -1,6 +1,5 @@
 """What tuning may change in a job, by axis: settings to begin with, and other values to try. Pure."""
 
-import difflib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,7 +10,7 @@ from mmtrain.config.model import section_of
 from mmtrain.config.toml_sections import shown
 from mmtrain.config.topology import JobLayout
 from mmtrain.costs.operators.cluster import Cluster
-from mmtrain.errors import ConfigError
+from mmtrain.errors import ConfigError, nearest
 from mmtrain.schedule.recipe.files import schedule_of
 from mmtrain.simulator.allocation.candidate import Candidate
 from mmtrain.simulator.allocation.degrees import meshes, values_of
@@ -19,7 +18,7 @@ from mmtrain.simulator.study import PLANNED_LIMIT
 
 AXES: Mapping[str, str] = {
     "degrees": "pipeline, data, tensor and context parallelism, and whether encoders are divided or copied",
-    "cut": "where modules are cut, on which ranks they are, and how many images a work has",
+    "cut": "where modules are cut, on which ranks they are, who divides the vocabulary, and how many images a work has",
     "memory": "what blocks recompute",
     "schedule": "a named schedule, a recipe, or searched plans",
     "braid": "blocks of a forward and a backward that hide exchanges of tensor parallelism",
@@ -30,6 +29,8 @@ MODES = ("full", "selective")
 """Of activation_checkpoint.mode, in place of a choice for each block."""
 SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBV", "ZB-AutoSchedule")
 """Schedules that are tried in place of searched plans, whose first plan is that of `interleave`."""
+
+_VOCABULARY = "parallelism.vocabulary_parallel"
 
 Values = Mapping[str, Any]
 """Dotted key -> value."""
@@ -69,8 +70,12 @@ class Space:
 
     def searched_cut(self, candidate: Candidate, mesh: JobLayout) -> Candidate:
         """The candidate with its partition searched, and with it on which ranks its modules are."""
-        placed = "search" if mesh.pp > 1 and self._several else "spread"
-        return candidate.having(self._free(self._cut({"planner.partition": "search", "planner.placement": placed})))
+        values = {"planner.partition": "search"}
+        if mesh.pp > 1 and self._several:
+            values["planner.placement"] = "search"
+        if self._divides_vocabulary(mesh):
+            values[_VOCABULARY] = "search"
+        return candidate.having(self._free(self._cut(values)))
 
     def others(self, mesh: JobLayout) -> Iterator[tuple[str, Values]]:
         """(axis, values) to try in place of a candidate's own, one at a time."""
@@ -91,7 +96,7 @@ class Space:
         """Checks the names of the axes. Raises: ConfigError: there is none of that name; with the nearest."""
         for axis in self.axes:
             if axis not in AXES:
-                near = difflib.get_close_matches(axis, AXES, 1)
+                near = nearest(axis, AXES)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise ConfigError(f"tune: axis {axis!r} does not exist{hint}; choose from {', '.join(AXES)} (--axes)")
 
@@ -191,7 +196,12 @@ class Space:
         opened: dict[str, Any] = {}
         for section in self._sections:
             opened |= {f"{section}.num_segments": 0, f"{section}.pipeline_layout": "", f"{section}.ranks": 0}
-        return {**opened, "planner.placement": "spread", **values}
+        return {**opened, "planner.placement": "spread", _VOCABULARY: "tensor", **values}
+
+    def _divides_vocabulary(self, mesh: JobLayout) -> bool:
+        """Whether the vocabulary may be divided over the pipeline ranks."""
+        unequal = self.config.elastic.enable or self.config.parallelism.pipelines
+        return mesh.pp > 1 and self.config.model.dit is None and not unequal
 
     def _other_cuts(self, mesh: JobLayout) -> Iterator[tuple[str, Values]]:
         for section, module in zip(self._sections, self.config.model.cut_modules.values(), strict=True):
@@ -199,6 +209,8 @@ class Space:
                 yield "cut", {f"{section}.sub_microbatch_size": 0}
         if self._several and mesh.pp > 1:
             yield "cut", self._cut({"planner.partition": "mixed-latency"})
+        if self._divides_vocabulary(mesh):
+            yield "cut", {_VOCABULARY: "pipeline"}
 
     # ------------------------------------------------------------------------------------------ memory
 

@@ -53,12 +53,13 @@ def table_of_compositions(found: Sequence[Composition], templates: Templates) ->
 
 
 def toml(config: Config, stage: JobLayout, composition: Composition) -> str:
-    """What to put into a job's TOML file for a composition. Args: stage: degrees of a stage."""
+    """What to put into a job's TOML file for a composition. An elastic job finds it by itself, and gets the degrees of
+    a stage. Args: stage: degrees of a stage."""
     replaced = ("parallelism.pipeline_parallel_degree", "parallelism.data_parallel_replicate_degree")
     return toml_of(
         {
             **{key: 1 for key in replaced if value_of(config, key) != 1},
-            "parallelism.pipelines": list(composition.depths),
+            **({} if config.elastic.enable else {"parallelism.pipelines": list(composition.depths)}),
             "parallelism.data_parallel_shard_degree": stage.dp_shard,
             "parallelism.context_parallel_degree": stage.cp,
             "parallelism.tensor_parallel_degree": stage.tp,

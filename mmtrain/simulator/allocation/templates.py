@@ -18,13 +18,14 @@ from functools import cached_property
 import numpy as np
 
 from mmtrain.config.config import Config
+from mmtrain.config.elastic import ElasticConfig
 from mmtrain.config.topology import JobLayout
 from mmtrain.costs.machine import Network
 from mmtrain.costs.operators.cluster import Cluster
 from mmtrain.costs.operators.graph import DeviceKind, OpKind, Phase
 from mmtrain.errors import ConfigError
 from mmtrain.planner.assignment.sample_costs import SampleCosts, SamplePricer
-from mmtrain.planner.memory.rank_state import Sharding
+from mmtrain.planner.memory.rank_state import Sharding, param_state_bytes
 from mmtrain.planner.partition.partition import Partition
 from mmtrain.simulator.allocation.candidate import Candidate
 from mmtrain.simulator.allocation.compositions import Composition, Layer, Template, Templates, check_microbatches
@@ -62,7 +63,8 @@ class TemplateMaker:
     _smallest: dict[JobLayout, int] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        self.config = replace(self.config, parallelism=replace(self.config.parallelism, pipelines=[]))
+        parallelism = replace(self.config.parallelism, pipelines=[])
+        self.config = replace(self.config, parallelism=parallelism, elastic=ElasticConfig())
         hardware = self.config.planner.hardware
         if not hardware:
             raise ConfigError(
@@ -300,11 +302,11 @@ def sums_s(network: Network, pipelines: Sequence[Template], per_node: int) -> fl
 
 
 def layer_bytes(config: Config) -> dict[Layer, float]:
-    """Layer -> bytes of its weights and moments."""
+    """Layer -> bytes of its weights and the optimizer's state."""
     spec = model_spec(config.model, dtype_bytes=DTYPE_BYTES[config.training.mixed_precision_param])
-    moments = 2 * DTYPE_BYTES[config.optimizer.moments_dtype]
+    of_optimizer = param_state_bytes(config.optimizer)
     return {
-        (module.name, index): _MASTER_BYTES * layer.num_params + moments * layer.num_trainable_params
+        (module.name, index): _MASTER_BYTES * layer.num_params + of_optimizer * layer.num_trainable_params
         for module in spec.modules
         for index, layer in enumerate(module.layers)
     }

@@ -191,8 +191,8 @@ def _job(maker: TemplateMaker, depth: int, microbatches: int, values: Mapping[st
 def _simulator(job: Config, machine: Machine, partition: Partition) -> IterationSimulator:
     """The simulator of a job that is cut so. Raises: ConfigError: it does not fit."""
 
-    def choose(*args: object) -> Choice:
-        return Choice(partition=partition)
+    def choose(config: Config, spec: ModelSpec, *args: object) -> Choice:
+        return Choice(partition=partition, spec=spec)
 
     made, sharding, network = make_job(job, choose), Sharding.of(job), machine.network
     return IterationSimulator(

@@ -4,14 +4,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from mmtrain.config.config import Config
+from mmtrain.config.optimizer import LRSchedulerConfig
 from mmtrain.config.planner import PlannerConfig
-from mmtrain.config.sections import (
-    ActivationCheckpointConfig,
-    CheckpointConfig,
-    LRSchedulerConfig,
-    MetricsConfig,
-    ValidationConfig,
-)
+from mmtrain.config.sections import ActivationCheckpointConfig, CheckpointConfig, MetricsConfig, ValidationConfig
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.small import fewer_blocks, one_block, with_segments
 
@@ -51,6 +46,8 @@ def probing_job(config: Config, *, num_blocks: int, cut: Cut, num_ranks: int = 1
     counts = {module.name: len(module.layers) for module in model_spec(model).modules}
     segments = counts if cut.stages == "layers" else dict.fromkeys(counts, 1)
     model = with_segments(model, segments)
+    if model.contrast is not None:  # a loss of each batch
+        model = replace(model, contrast=replace(model.contrast, microbatches=1))
     return replace(
         config,
         job=replace(config.job, dump_folder=folder),

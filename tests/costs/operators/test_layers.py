@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from mmtrain.config.model import ModelConfig
+from mmtrain.config.model import ModelConfig, projector_name
 from mmtrain.costs.operators.execution import run, simulate
 from mmtrain.costs.operators.graph import Graph, OpKind, Phase
 from mmtrain.costs.operators.layer_builder import LinkedDivision
@@ -17,8 +17,10 @@ from mmtrain.spec.shapes import dit_shape, language_shape
 from mmtrain.spec.vision_shapes import vision_shape
 from mmtrain.spec.work_size import WorkSize
 from tests.costs.operators.graphs import LATENCIES
+from tests.lora import with_lora
 from tests.models.conftest import VISION_MODELS, tiny_model
 from tests.models.dits import t2v
+from tests.models.towers import two_towers
 
 FAMILIES = [
     *VISION_MODELS,
@@ -31,6 +33,7 @@ FAMILIES = [
     ("language", {"language": "llama", "language_config": {"attention_bias": False, "mlp_bias": False}}),
 ]
 SIZE = WorkSize(rows=48, pairs=700, outputs=12, window_pairs=300, cross_pairs=250, texts=14, clips=3)
+ALL = ("encoder", "projector", "language")
 PRODUCTS = (OpKind.MATMUL, OpKind.ATTENTION, OpKind.CONVOLUTION)
 
 
@@ -43,7 +46,8 @@ def describer(model: ModelConfig, module: str, division: LinkedDivision | None =
         shape=vision if module == "vision" else language_shape(model),
         division=division or LinkedDivision(),
         adapted=adapted_linears(model, module),
-        rank=model.lora.rank,
+        adapted_projector=adapted_linears(model, projector_name(module)) if module == "vision" else (),
+        lora=model.lora,
         projection=projection_of(model),
     )
 
@@ -73,6 +77,14 @@ def test_operators_have_the_flops_and_parameters_of_their_layer(module, choice, 
     check(tiny_model(**choice, frozen=frozen), module)
 
 
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+@pytest.mark.parametrize("frozen", ["", "vision", "language"])
+def test_operators_of_two_towers(kind: str, frozen: str) -> None:
+    model = two_towers(kind, frozen=frozen)
+    check(model, "vision")
+    check(model, "language")
+
+
 @pytest.mark.parametrize("targets", [[], ["q_proj"], ["v_proj", "up_proj"], ["down_proj"]])
 def test_adapters_of_a_language_model(targets: list[str]) -> None:
     base = tiny_model(frozen=("encoder",))
@@ -90,6 +102,13 @@ def test_adapters_of_every_encoder(encoder: str) -> None:
     lora = dataclasses.replace(base.lora, rank=3)
     model = dataclasses.replace(base, encoder=dataclasses.replace(base.encoder, trainable="lora"), lora=lora)
     check(model, "vision")
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_dora": True}, {"dropout": 0.1}, {"use_dora": True, "dropout": 0.1}])
+@pytest.mark.parametrize(("encoder", "projector"), [("qwen2_vl", "native"), ("qwen3_vl", "native"), ("clip", "llava")])
+def test_adapters_of_projectors_with_lengths_and_dropout(encoder, projector, settings) -> None:  # type: ignore[no-untyped-def]
+    check(with_lora(tiny_model(encoder, projector={"kind": projector}), ALL, **settings), "vision")
+    check(with_lora(tiny_model(encoder, projector={"kind": projector}), ALL, **settings), "language")
 
 
 DITS = [{}, {"cross_attn_norm": False}, {"patch_size": [2, 1, 2], "out_channels": 5}]

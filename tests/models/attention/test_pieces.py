@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 from mmtrain.modality.bitfield import GROUP_SHIFT, OWN_GROUP_MASK, allowed, language_bits, segment_bits, word
 from mmtrain.modality.metadata import DocumentMeta, ImageMeta, MicrobatchMeta
 from mmtrain.models.attention import pieces as module
-from mmtrain.models.attention.pieces import is_block_diagonal, make_pieces
+from mmtrain.models.attention.pieces import find_runs, is_block_diagonal, make_pieces
 from tests.data.masks import KINDS, microbatches, words
 
 
 def pieces_of(bits, rows=None):
     rows = np.arange(len(bits)) if rows is None else np.asarray(rows)
-    return [(p.kind, p.rows, p.keys, p.parts) for p in make_pieces(bits, rows)]
+    return [(p.kind, p.rows, p.keys, p.parts) for p in make_pieces(find_runs(bits, rows))]
 
 
 def causal(*lengths):
@@ -40,7 +40,7 @@ def test_images_in_a_causal_document_change_nothing():
 def test_equal_segments_are_one_call_and_unequal_ones_one_each():
     assert pieces_of(segment_bits([4, 4, 4])) == [("all", (0, 12), (0, 12), 3)]
     assert pieces_of(segment_bits([4, 6, 6])) == [("all", (0, 4), (0, 4), 1), ("all", (4, 16), (4, 16), 2)]
-    assert is_block_diagonal(make_pieces(segment_bits([4, 6, 6]), np.arange(16)))
+    assert is_block_diagonal(find_runs(segment_bits([4, 6, 6]), np.arange(16)))
 
 
 def test_two_ways_inside_of_images():
@@ -52,7 +52,7 @@ def test_two_ways_inside_of_images():
         ("all", (2, 6), (0, 6), 1),
         ("causal", (6, 9), (0, 9), 1),
     ]
-    assert not is_block_diagonal(make_pieces(bits, np.arange(9)))
+    assert not is_block_diagonal(find_runs(bits, np.arange(9)))
     # A rank with the end of the image and the text after it; padding is in no piece.
     assert pieces_of(bits, [-1, 4, 5, 6, 8, -1]) == [
         ("all", (1, 3), (0, 6), 1),
@@ -83,7 +83,7 @@ def test_pieces_cover_each_real_row_once_and_no_key_outside_of_them_is_seen(kind
     bits = data.draw(words()) if kind == "any" else language_bits(data.draw(microbatches()), kind)
     chosen = data.draw(st.lists(st.booleans(), min_size=len(bits), max_size=len(bits)))
     rows = np.append(np.flatnonzero(chosen), [-1, -1])
-    made = make_pieces(bits, rows)
+    made = make_pieces(find_runs(bits, rows))
     covered = [row for piece in made for row in range(*piece.rows)]
     assert covered == list(range(len(rows) - 2))
     places = np.arange(len(bits))

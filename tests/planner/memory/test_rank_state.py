@@ -35,6 +35,13 @@ def test_without_fsdp_a_parameter_takes_16_bytes(pp_rank: int) -> None:
     assert state.peak_bytes(7.0) == 16 * count + 7
 
 
+def test_an_average_takes_4_bytes_more() -> None:
+    for options in ((), ("data_parallel_shard_degree=4", "optimizer.moments_dtype=bfloat16")):
+        (without, _, made), (state, _, _) = held(*options), held(*options, "optimizer.ema_decay=0.9")
+        assert state.optimizer_bytes - without.optimizer_bytes == 4 * params(made, 0) / (4 if options else 1)
+        assert (state.param_bytes, state.grad_bytes) == (without.param_bytes, without.grad_bytes)
+
+
 def test_fsdp_shards_what_rests_and_gathers_what_computes() -> None:
     state, _, made = held("data_parallel_shard_degree=4", "training.mixed_precision_param=bfloat16")
     count = params(made, 0)

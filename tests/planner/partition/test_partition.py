@@ -31,6 +31,20 @@ def test_chunks_of_each_module_go_round_the_ranks() -> None:
     assert [s.index for s in found.of_rank(1)] == [1, 3, 5]
 
 
+def test_ranks_that_send_to_each_other() -> None:
+    """Neighbours of each chain, a module's last and the next one's first rank, both ways; and no others."""
+    spec = vlm(8, 8)
+    one = partition(spec, 4, {"vision": 1, "language": 1}, SIZES).hops(spec)
+    down = {(0, 1), (1, 2), (2, 3)}
+    assert one == down | {(t, s) for s, t in down} | {(3, 0), (0, 3)}
+    assert partition(spec, 1, {"vision": 2, "language": 2}, SIZES).hops(spec) == frozenset()
+    v = partition(spec, 4, {}, SIZES, placement="v").hops(spec)
+    assert v == down | {(t, s) for s, t in down}
+    apart = {"vision": range(1), "language": range(1, 4)}
+    ranks = partition(spec, 4, {"vision": 1, "language": 1}, SIZES, ranks=apart, placed="parallel").hops(spec)
+    assert ranks == down | {(t, s) for s, t in down}
+
+
 def test_v_goes_down_the_ranks_and_back_up() -> None:
     for segments in ({}, {"vision": 2, "language": 2}):
         found = partition(vlm(6, 6), 3, segments, SIZES, placement="v")

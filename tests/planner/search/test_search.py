@@ -280,3 +280,13 @@ def test_one_thread_is_the_caller_s() -> None:
 
     search(mixed(), SearchOptions(budget_evaluations=60, threads=1), cancelled=cancelled)
     assert seen == {threading.get_ident()}
+
+
+def test_stages_keep_the_option_of_a_search_without_restoring() -> None:
+    keep = replace(option(0.5, 1.0), restored_bytes=0.5)
+    problem = replace(
+        chain(1, 2, num_segments=2, memory_limit_bytes=[1.5]),
+        costs=((keep, replace(option(0.5, 1.5, 0.5), name="recompute")),),
+    )
+    result = search(problem, SearchOptions(budget_evaluations=20, split=False))  # its first half knows "recompute" only
+    assert result.has_plan and result.timeline.peak_bytes[0] <= 1.5

@@ -1,0 +1,184 @@
+"""Keys of other trainers, and what says the same here: for errors, and for the page that comes from this table.
+
+Names as of transformers 5's `TrainingArguments`, LLaMA-Factory 0.9, ms-swift 3 and torchtitan 0.2.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from mmtrain.errors import ConfigError, UnknownKeyError
+
+HUGGING_FACE, LLAMA_FACTORY, SWIFT, TITAN = "Hugging Face Trainer", "LLaMA-Factory", "ms-swift", "torchtitan"
+_TRAINER = (HUGGING_FACE, LLAMA_FACTORY, SWIFT)
+_FINETUNING = (LLAMA_FACTORY, SWIFT)
+
+
+class Ours(NamedTuple):
+    """What a key of other trainers is here."""
+
+    of: tuple[str, ...]
+    """The trainers that have it."""
+    keys: tuple[str, ...]
+    """Dotted keys of ours; none: there is nothing to set."""
+    how: str = ""
+    """How values differ, or why there is no key."""
+
+
+FOREIGN: dict[str, Ours] = {
+    # How long, how much at once
+    "num_train_epochs": Ours(_TRAINER, ("training.epochs",)),
+    "max_steps": Ours(_TRAINER, ("training.steps",)),
+    "per_device_train_batch_size": Ours(
+        _TRAINER, ("training.global_batch_size",), "packed microbatches of a step, over all replicas"
+    ),
+    "gradient_accumulation_steps": Ours(
+        _TRAINER, ("training.global_batch_size",), "its microbatches are accumulated by the pipeline"
+    ),
+    "per_device_eval_batch_size": Ours(_TRAINER, ("validation.steps",), "batches of training.global_batch_size"),
+    "local_batch_size": Ours((TITAN,), ("training.global_batch_size",), "of all replicas together"),
+    "pipeline_parallel_microbatch_size": Ours(
+        (TITAN,), ("training.seq_len",), "a microbatch is one packed sequence of that many tokens"
+    ),
+    # Optimizer and its rate
+    "learning_rate": Ours(_TRAINER, ("optimizer.lr",)),
+    "weight_decay": Ours(_TRAINER, ("optimizer.weight_decay",)),
+    "adam_beta1": Ours(_TRAINER, ("optimizer.beta1",)),
+    "adam_beta2": Ours(_TRAINER, ("optimizer.beta2",)),
+    "adam_epsilon": Ours(_TRAINER, ("optimizer.eps",)),
+    "optim": Ours(_TRAINER, ("optimizer.implementation", "optimizer.moments_dtype"), "the optimizer is AdamW"),
+    "max_grad_norm": Ours(_TRAINER, ("training.max_norm",)),
+    "lr_scheduler_type": Ours(_TRAINER, ("lr_scheduler.decay_type", "lr_scheduler.decay_ratio")),
+    "lr_scheduler_kwargs": Ours(_TRAINER, ("lr_scheduler.min_lr_factor",)),
+    "warmup_ratio": Ours(_TRAINER, ("lr_scheduler.warmup_ratio",)),
+    "warmup_steps": Ours(_TRAINER, ("lr_scheduler.warmup_steps",)),
+    "vit_lr": Ours((SWIFT,), ("optimizer.groups",), 'an entry with module = "vision" and its lr'),
+    "aligner_lr": Ours((SWIFT,), ("optimizer.groups",), 'an entry with pattern = "projector" and its lr'),
+    # Numbers and memory
+    "bf16": Ours(_TRAINER, ("training.mixed_precision_param",), '"bfloat16", with float32 masters'),
+    "pure_bf16": Ours((LLAMA_FACTORY,), ("training.master_weights",), '"none"'),
+    "fp16": Ours(_TRAINER, ("training.mixed_precision_param",), '"bfloat16" or "float32" alone'),
+    "torch_dtype": Ours((SWIFT,), ("training.mixed_precision_param",)),
+    "gradient_checkpointing": Ours(_TRAINER, ("activation_checkpoint.mode",), '"full"; or let planner.memory choose'),
+    "disable_gradient_checkpointing": Ours((LLAMA_FACTORY,), ("activation_checkpoint.mode",), '"none"'),
+    "flash_attn": Ours((LLAMA_FACTORY,), ("training.attention_backend",)),
+    "attn_impl": Ours((SWIFT,), ("training.attention_backend",)),
+    "attn_implementation": Ours((HUGGING_FACE,), ("training.attention_backend",)),
+    # Where ranks go
+    "deepspeed": Ours(_TRAINER, ("parallelism.data_parallel_shard_degree",), "FSDP2 shards what ZeRO does"),
+    "fsdp": Ours(_TRAINER, ("parallelism.data_parallel_shard_degree",)),
+    "fsdp_config": Ours(_TRAINER, ("parallelism.data_parallel_shard_degree", "parallelism.fsdp_reshard_after_forward")),
+    "tensor_model_parallel_size": Ours((SWIFT,), ("parallelism.tensor_parallel_degree",)),
+    "pipeline_model_parallel_size": Ours((SWIFT,), ("parallelism.pipeline_parallel_degree",)),
+    "context_parallel_size": Ours((SWIFT,), ("parallelism.context_parallel_degree",)),
+    "sequence_parallel_size": Ours((SWIFT,), ("parallelism.context_parallel_degree",)),
+    "pipeline_parallel_layers_per_stage": Ours((TITAN,), ("model.language.num_segments", "planner.partition")),
+    "ddp_timeout": Ours(_TRAINER, ("comm.timeout_seconds",)),
+    "init_timeout_seconds": Ours((TITAN,), ("comm.timeout_seconds",)),
+    "train_timeout_seconds": Ours((TITAN,), ("comm.timeout_seconds",)),
+    # Model
+    "model_name_or_path": Ours((LLAMA_FACTORY,), ("model.pretrained",)),
+    "hf_assets_path": Ours((TITAN,), ("model.pretrained",)),
+    "flavor": Ours((TITAN,), ("model.pretrained", "model.language.config"), "an id or folder, or a config by itself"),
+    "adapter_name_or_path": Ours((LLAMA_FACTORY,), ("model.lora.pretrained",)),
+    "adapters": Ours((SWIFT,), ("model.lora.pretrained",)),
+    "finetuning_type": Ours((LLAMA_FACTORY,), ("model.language.trainable",), 'true, false or "lora", for each module'),
+    "train_type": Ours((SWIFT,), ("model.language.trainable",), 'true, false or "lora", for each module'),
+    "tuner_type": Ours((SWIFT,), ("model.language.trainable",), 'true, false or "lora", for each module'),
+    "lora_rank": Ours(_FINETUNING, ("model.lora.rank",)),
+    "lora_alpha": Ours(_FINETUNING, ("model.lora.alpha",)),
+    "lora_dropout": Ours(_FINETUNING, ("model.lora.dropout",)),
+    "use_rslora": Ours(_FINETUNING, ("model.lora.use_rslora",)),
+    "use_dora": Ours(_FINETUNING, ("model.lora.use_dora",)),
+    "layers_to_transform": Ours((HUGGING_FACE,), ("model.language.trainable_layers",), 'as "0..3, 8", of each module'),
+    "freeze_trainable_layers": Ours(
+        (LLAMA_FACTORY,), ("model.language.trainable_layers",), '"-2.." are the last two, "..1" the first two'
+    ),
+    "lora_target": Ours((LLAMA_FACTORY,), ("model.lora.target_modules",)),
+    "target_modules": Ours((SWIFT,), ("model.lora.target_modules",)),
+    "freeze_vision_tower": Ours((LLAMA_FACTORY,), ("model.encoder.trainable",), "false"),
+    "freeze_vit": Ours((SWIFT,), ("model.encoder.trainable",), "false"),
+    "freeze_multi_modal_projector": Ours((LLAMA_FACTORY,), ("model.projector.trainable",), "false"),
+    "freeze_aligner": Ours((SWIFT,), ("model.projector.trainable",), "false"),
+    "freeze_language_model": Ours((LLAMA_FACTORY,), ("model.language.trainable",), "false"),
+    "freeze_llm": Ours((SWIFT,), ("model.language.trainable",), "false"),
+    "quantization_bit": Ours((LLAMA_FACTORY,), (), "weights are float32, computed in float32 or bfloat16"),
+    "quant_bits": Ours((SWIFT,), (), "weights are float32, computed in float32 or bfloat16"),
+    "neftune_noise_alpha": Ours(_TRAINER, (), "embeddings get no noise"),
+    "trust_remote_code": Ours(_FINETUNING, (), "code of a model's folder is never run"),
+    # Data
+    "dataset": Ours(
+        (*_FINETUNING, TITAN), ("data.source",), "or data.split, an entry of the dataset_info.json in data.source"
+    ),
+    "dataset_dir": Ours((LLAMA_FACTORY,), ("data.source",), "its dataset_info.json"),
+    "dataset_path": Ours((TITAN,), ("data.source",)),
+    "val_dataset": Ours((SWIFT,), ("data.validation_split",), "a split of data.source"),
+    "eval_dataset": Ours((LLAMA_FACTORY,), ("data.validation_split",), "a split of data.source"),
+    "val_size": Ours((LLAMA_FACTORY,), ("data.validation_part",), "a part of the samples, below 1"),
+    "split_dataset_ratio": Ours((SWIFT,), ("data.validation_part",)),
+    "template": Ours(_FINETUNING, ("tokenizer.chat_template",), "by default the tokenizer's own"),
+    "cutoff_len": Ours((LLAMA_FACTORY,), ("training.seq_len", "data.too_long")),
+    "max_length": Ours((SWIFT,), ("training.seq_len", "data.too_long")),
+    "max_seq_length": Ours((HUGGING_FACE,), ("training.seq_len", "data.too_long")),
+    "truncation_strategy": Ours((SWIFT,), ("data.too_long",)),
+    "packing": Ours(_FINETUNING, (), "samples are always packed, and attention stays inside of each"),
+    "neat_packing": Ours((LLAMA_FACTORY,), (), "samples are always packed, and attention stays inside of each"),
+    "padding_free": Ours((SWIFT,), (), "samples are always packed, without padding"),
+    "image_max_pixels": Ours((LLAMA_FACTORY,), ("data.max_pixels",)),
+    "image_min_pixels": Ours((LLAMA_FACTORY,), ("data.min_pixels",)),
+    "video_maxlen": Ours((LLAMA_FACTORY,), ("data.video_max_frames",)),
+    "dataloader_num_workers": Ours(_TRAINER, ("data.num_workers",)),
+    "preprocessing_num_workers": Ours((LLAMA_FACTORY,), ("data.num_workers",), "samples are processed when read"),
+    "dataset_num_proc": Ours((SWIFT,), ("data.num_workers",), "samples are processed when read"),
+    # Run folder, checkpoints, reports
+    "output_dir": Ours(_TRAINER, ("job.dump_folder",)),
+    "run_name": Ours((HUGGING_FACE, SWIFT), ("job.description",)),
+    "save_steps": Ours(_TRAINER, ("checkpoint.interval",)),
+    "save_strategy": Ours(_TRAINER, ("checkpoint.enable", "checkpoint.interval")),
+    "save_total_limit": Ours(_TRAINER, ("checkpoint.keep_latest_k",)),
+    "resume_from_checkpoint": Ours(
+        _TRAINER, ("checkpoint.load_step",), "a run in the same job.dump_folder resumes by itself"
+    ),
+    "overwrite_output_dir": Ours((HUGGING_FACE, LLAMA_FACTORY), ("job.dump_folder",), "another folder is another run"),
+    "initial_load_path": Ours((TITAN,), ("model.pretrained",), "`mmtrain export` makes a folder of a run"),
+    "eval_steps": Ours(_TRAINER, ("validation.freq",)),
+    "eval_strategy": Ours(_TRAINER, ("validation.enable", "validation.freq")),
+    "logging_steps": Ours(_TRAINER, ("metrics.log_freq",)),
+    "logging_dir": Ours((HUGGING_FACE,), ("metrics.save_tb_folder",)),
+    "report_to": Ours(_TRAINER, ("metrics.enable_tensorboard", "metrics.enable_wandb")),
+    "plot_loss": Ours((LLAMA_FACTORY,), (), "`mmtrain report` draws it"),
+    "data_seed": Ours((HUGGING_FACE, SWIFT), ("debug.seed",)),
+    "seed": Ours((*_TRAINER, TITAN), ("debug.seed",)),
+}
+"""Name of a key -> what it is here."""
+
+
+@contextmanager
+def explained(where: str) -> Iterator[None]:
+    """Reads a table of TOML. Args: where: the file, for errors.
+
+    Raises: ConfigError: of a key of another trainer with ours; of tables that are too deep.
+    """
+    try:
+        yield
+    except UnknownKeyError as error:
+        if hint := ours(error.key):
+            raise ConfigError(f"{str(error).rpartition('; ')[0]}; {hint}") from None
+        raise
+    except RecursionError:
+        raise ConfigError(f"{where}: tables are nested hundreds deep; write them flatter") from None
+
+
+def ours(key: str) -> str:
+    """What to write instead of a key of another trainer, as part of a sentence; empty: it is none of theirs.
+
+    Args: key: with sections or dashes before it, or without.
+    """
+    name = key.rpartition(".")[2].lstrip("-")
+    known = FOREIGN.get(name)
+    if known is None:
+        return ""
+    theirs, how = f"{name} of {', '.join(known.of)}", known.how
+    if not known.keys:
+        return f"{theirs} has no key here: {how}"
+    return f"{theirs} is {' and '.join(known.keys)} here" + (f": {how}" if how else "")

@@ -1,0 +1,1 @@
+"""The loop of a job: with the ranks that it has begun with, or with those that are left."""

@@ -1,0 +1,164 @@
+"""`mmtrain doctor`: what it reports, and that `train` refuses all that it refuses."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmtrain.commands.cli import main
+from mmtrain.config import config
+from mmtrain.data.processor_check import compare_processors
+from mmtrain.parallel.pair_speeds import measure_pairs, tournament
+from tests.ranks import run_ranks
+from tests.strangers import CONFIG, TOKENIZER, edited, save_stranger, weights
+
+JOB = """
+[model]
+pretrained = "whole"
+[model.projector]
+kind = "{projector}"
+[data]
+source = "data.jsonl"
+num_workers = 0
+[training]
+steps = 1
+seq_len = 64
+global_batch_size = 1
+[optimizer]
+lr = 1e-4
+[checkpoint]
+enable = false
+"""
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a stored model, ten questions, and a job of them."""
+    folder = tmp_path_factory.mktemp("stored")
+    save_stranger(folder / "whole")
+    rows = [{"question": f"What is {number} + 1?", "answer": f"{number + 1}"} for number in range(10)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "job.toml").write_text(JOB.format(projector="native"))
+    return folder
+
+
+@pytest.fixture
+def work(tmp_path: Path, stored: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it, as the working directory."""
+    folder = Path(shutil.copytree(stored, tmp_path / "work"))
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def row(text: str) -> Callable[[Path], None]:
+    """What makes a line the first one of the data."""
+
+    def change(folder: Path) -> None:
+        path = folder / "data.jsonl"
+        path.write_text(text + "\n" + path.read_text())
+
+    return change
+
+
+def of_model(change: Callable[[Path], None]) -> Callable[[Path], None]:
+    """A change of the folder of the model."""
+    return lambda folder: change(folder / "whole")
+
+
+def test_what_it_reports(work, capsys):
+    assert main(["doctor", "--config", "job.toml"]) == 0
+    told = capsys.readouterr().out
+    for line in (
+        "ok    config: the model can be built",
+        " tensors are stored with the names and shapes that the model has; ",
+        "ok    tokenizer: 448 entries",
+        "ok    data, train: 10 samples: 0 with images",
+        "ok    data, train: too long for 64 tokens: 0 of 10",
+        "ok    launcher: none; the job has 1 ranks",
+    ):
+        assert line in told, told
+
+
+def reshaped(tensors: dict[str, torch.Tensor]) -> None:
+    name = next(name for name in tensors if name.endswith("q_proj.bias"))
+    tensors[name] = torch.cat([tensors[name], tensors[name]])
+
+
+REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
+    "no weights": (of_model(lambda folder: (folder / "model.safetensors").unlink()), "there is no model.safetensors"),
+    "a shape": (of_model(weights(reshaped)), "has shape (96,) in the checkpoint, but the config makes (48,)"),
+    "a tensor": (of_model(weights(lambda tensors: tensors.pop(next(iter(tensors))))), "the checkpoint misses"),
+    "no tokenizer": (of_model(lambda folder: (folder / TOKENIZER).unlink()), "has no tokenizer"),
+    "a family": (of_model(edited(CONFIG, lambda values: values.update(model_type="gpt7"))), "gpt7"),
+    "no data": (lambda folder: (folder / "data.jsonl").unlink(), "data.source = 'data.jsonl'"),
+    "an image": (row('{"image": "none.png", "question": "What?", "answer": "red"}'), "none.png"),
+    "too long": (row(json.dumps({"question": "1 " * 90, "answer": "2"})), "do not fit training.seq_len = 64"),
+    "a row": (row('{"question": "What?"}'), "no `answer`"),
+}
+"""What is changed, and a part of the message."""
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_doctor_refuses_what_train_refuses(work, capsys, what):
+    change, message = REFUSED[what]
+    change(work)
+    (work / "outputs").mkdir()  # messages may have the names in the folder
+    said = []
+    for command in ("doctor", "train"):
+        assert main([command, "--config", "job.toml", "--data.shuffle=false"]) == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert message in line
+        said.append(line)
+    assert said[0] == said[1]
+
+
+def test_a_template_that_differs_from_the_processor_is_told(tmp_path):
+    save_stranger(tmp_path / "whole", "llava")
+    (tmp_path / "job.toml").write_text(JOB.format(projector="llava").replace('"whole"', f'"{tmp_path}/whole"'))
+    from transformers import AutoTokenizer, LlavaProcessor, SiglipImageProcessor
+
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "whole")
+    images = SiglipImageProcessor(size={"height": 16, "width": 16})
+    options = {"patch_size": 4, "image_token": "<|image_pad|>", "vision_feature_select_strategy": "full"}
+    LlavaProcessor(images, tokenizer, chat_template=TEMPLATE, **options).save_pretrained(tmp_path / "whole")
+    job = config.load(tmp_path / "job.toml")
+    compared = compare_processors(job)
+    assert compared.theirs == "LlavaProcessor"
+    (tmp_path / "other.jinja").write_text(TEMPLATE.replace("<|im_end|>", "<|im_end|>!"))
+    other = config.load(tmp_path / "job.toml", [f"tokenizer.chat_template={tmp_path}/other.jinja"])
+    assert compared.is_equal, compared
+    assert compare_processors(other).difference.startswith("from token ")
+
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% for p in m['content'] %}"
+    "{% if p['type'] == 'image' %}<|image_pad|>{% else %}{{ p['text'] }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("size", range(2, 10))
+def test_each_pair_meets_once_and_no_rank_twice_in_a_round(size):
+    rounds = tournament(size)
+    pairs = [pair for of_round in rounds for pair in of_round]
+    assert sorted(pairs) == [(low, high) for low in range(size) for high in range(low + 1, size)]
+    for of_round in rounds:
+        ranks = [rank for pair in of_round for rank in pair]
+        assert len(ranks) == len(set(ranks))
+
+
+def measured(rank: int):
+    return measure_pairs(torch.device("cpu"))
+
+
+@pytest.mark.ranks
+def test_all_pairs_are_measured_and_the_slowest_is_named():
+    of_ranks = run_ranks(measured, 3)
+    assert all(of_rank == of_ranks[0] for of_rank in of_ranks)
+    pairs = of_ranks[0].pair_s
+    assert sorted(pairs) == [(0, 1), (0, 2), (1, 2)] and min(pairs.values()) > 0
+    slowest = max(pairs, key=lambda pair: pairs[pair])
+    assert f"between rank {slowest[0]} (" in of_ranks[0].lines()[0]
