@@ -41,7 +41,6 @@ from mmtrain.planner.result import PlanResult
 from mmtrain.planner.search.chains import Start, TreeChain
 from mmtrain.planner.search.evaluate import LAST_ITERATIONS, evaluate
 from mmtrain.planner.search.instance import Searched
-from mmtrain.planner.search.kernels.arrays import Decoder
 from mmtrain.planner.search.orders import by_component, component_orders
 from mmtrain.planner.search.search_run import ITERATIONS
 from mmtrain.planner.search_settings import search_seed
@@ -488,7 +487,7 @@ def _searched(planner: IterationPlanner, problem: PlanningProblem, number: int) 
 def _paper(planner: IterationPlanner, problem: PlanningProblem, number: int) -> PlanResult:
     """DIP's search: orders as if everything were recomputed, then memory options, in each of the tree's rollouts."""
     searched = Searched.of(problem)
-    space, how = searched.workspace(), Decoder(1.0, 1.0, 0.0, False, False)
+    space, how = searched.workspace(), searched.decoder(1.0, 1.0, 0.0, False, False)
     order = by_component(searched, component_orders(searched)[0])
     start = Start(order, how, evaluate(searched, space, order, how, ITERATIONS))
     if start.cost == math.inf:

@@ -38,7 +38,7 @@ from mmtrain.planner.memory_bound import memory_bound_s
 from mmtrain.planner.plan import make_plan
 from mmtrain.planner.search.evaluate import anneal, choose, evaluate, fit_memory, start_chain
 from mmtrain.planner.search.instance import Searched
-from mmtrain.planner.search.kernels.arrays import NEEDS_B, Chain, Decoder
+from mmtrain.planner.search.kernels.arrays import NEEDS_B, Chain
 from mmtrain.planner.search.orders import by_component, component_orders
 from mmtrain.planner.search.search import search, warm
 from mmtrain.planner.search.search_options import CHAINS, SearchOptions
@@ -98,7 +98,7 @@ def speed(sizes: Sizes) -> None:
 
 def _chain(searched: Searched, *, split: bool, seed: int) -> Chain:
     order = by_component(searched, component_orders(searched)[0])
-    return start_chain(searched, order, Decoder(0.5, 0.25, 0.5, False, split), 1e9, seed)
+    return start_chain(searched, order, searched.decoder(0.5, 0.25, 0.5, False, split), 1e9, seed)
 
 
 def _left_out(searched: Searched, *, split: bool, moves: int) -> float:
@@ -179,7 +179,7 @@ def memory(sizes: Sizes) -> None:
         searched = Searched.of(reference(name))
         w, ranks = searched.workspace(), searched.arrays.limit.size
         order = by_component(searched, component_orders(searched)[0])
-        evaluate(searched, w, order, Decoder(0.5, 0.25, 0.5, False, False), 1)
+        evaluate(searched, w, order, searched.decoder(0.5, 0.25, 0.5, False, False), 1)
         for iterations in (20, 50, 200):
             start = time.perf_counter()
             for _ in range(times):

@@ -27,9 +27,9 @@ def start_chain(searched: Searched, order: Order, how: Decoder, cost: float, see
     return Chain(
         at=at.astype(np.uint32),
         group_at=group_at.astype(np.uint32),
-        decoder=np.array([float(value) for value in how]),
+        decoder=how.array,
         best_at=at.astype(np.uint32),
-        best_decoder=np.array([float(value) for value in how]),
+        best_decoder=how.array,
         cost=np.array([cost, cost]),
         random=np.array([2 * seed + 1], np.uint64),
         queued=queued,
@@ -40,9 +40,7 @@ def start_chain(searched: Searched, order: Order, how: Decoder, cost: float, see
 def best_of(chain: Chain) -> tuple[Order, Decoder, float]:
     """The best plan that a chain has found."""
     at = chain.best_at.astype(np.int64)
-    memory, speed, gap, *switches = map(float, chain.best_decoder)
-    how = Decoder(memory, speed, gap, *(value > 0.5 for value in switches))
-    return (at, inverse(at)), how, float(chain.cost[1])
+    return (at, inverse(at)), Decoder.from_array(chain.best_decoder), float(chain.cost[1])
 
 
 def anneal(
@@ -108,7 +106,8 @@ def fit_memory(problem: PlanningProblem, plan: Plan, *, iterations: int = LAST_I
 def _of_plan(searched: Searched, w: Workspace, mode: int, iterations: int = 0) -> float:
     """What a mode of the kernels gives for the plan in a workspace."""
     empty = np.zeros((2, searched.num_groups), np.int64)
-    chain = start_chain(searched, (empty, empty), Decoder(0.0, 0.0, 0.0, False, False, False), 0.0, 0)
+    unread = searched.decoder(0.0, 0.0, 0.0, False, False)
+    chain = start_chain(searched, (empty, empty), unread, 0.0, 0)
     p, component_of = searched.arrays, searched.component_of
     off = False, False, False
     return float(run(p, w, chain, component_of, mode, 1, 0.0, 0.0, iterations, *off, searched.factors))

@@ -20,11 +20,13 @@ from mmtrain.planner.search.kernels.arrays import (
     HELD,
     HELD_W,
     INPUT_S,
+    MEMORY,
     RANK,
     SLOPE,
     SLOPE_UP,
     TOTAL,
     UP,
+    Decoder,
     Instance,
     Workspace,
 )
@@ -99,7 +101,10 @@ class Searched:
             room[rank[i]] = min(room[rank[i]], limit[rank[i]] - alone)
         needs_f = np.array([len(edges) for edges in ins], np.int64)
         none = num_components * num_ranks
-        columns = (rank, group, component, np.where(has_b, reservation, none), needs_f, needs_b, kind, splits)
+        label = [module.label for module in graph.modules]
+        module_of_label = {name: i for i, name in enumerate(dict.fromkeys(label))}
+        module = np.array([module_of_label[label[graph.works[work].module]] for _, work in nodes], np.int64)
+        columns = (rank, group, component, np.where(has_b, reservation, none), needs_f, needs_b, kind, splits, module)
         arrays = Instance(
             node=np.stack([column.astype(np.uint32) for column in columns], axis=1).copy(),
             node_at=node_at,
@@ -136,6 +141,16 @@ class Searched:
     def num_groups(self) -> int:
         """G."""
         return len(self.groups)
+
+    @property
+    def num_modules(self) -> int:
+        """K."""
+        return len({module.label for module in self.problem.graph.modules})
+
+    def decoder(self, memory: float, speed: float, gap: float, *switches: bool) -> Decoder:
+        """The decoder that assumes the same of all modules. Args: as the fields of `Decoder`."""
+        modules = self.num_modules
+        return Decoder((memory,) * modules, (speed,) * modules, gap, *switches)
 
     def workspace(self) -> Workspace:
         """Fresh memory for one thread."""
@@ -187,7 +202,7 @@ class Searched:
             last_price=np.zeros((ranks, most)),
             last_rows=ints(ranks),
             last_seconds=np.zeros(ranks),
-            old_decoder=np.zeros(6),
+            old_decoder=np.zeros(MEMORY + 2 * self.num_modules),
             swap=naturals(4, groups),
         )
 

@@ -36,6 +36,10 @@ SEARCH_DRAWS = 8
 """The search compares plans by one in this many of the draws; finalists are compared by all."""
 ROBUST_SHARE = 0.4
 """Part of the budget, its last, in which plans are compared by their mean makespan if there is noise."""
+MEMORY_PARTS = (0.0, 0.5, 1.0, 0.25, 0.75)
+"""What a decoder may assume about memory in the sweep, the most useful first."""
+MODULE_ROUNDS, MODULE_STARTS = 2, 2
+"""How often, and for how many of the best decoders, the sweep tries another assumption for each module."""
 CHUNK = 72_000
 """Stages of works that a chain evaluates between two checks of clock and cancellation: about 30 ms."""
 
@@ -157,6 +161,11 @@ class SearchRun:
         """The best starts, best first."""
         orders = [by_component(self.searched, order) for order in component_orders(self.searched)]
         starts = self.arrive(run)
+        for _ in range(MODULE_ROUNDS):
+            best = sorted(starts, key=lambda start: start.cost)[:MODULE_STARTS]
+            tried = {start.how for start in starts}
+            hows = [how for start in best for how in _by_module(self.searched, start.how) if how not in tried]
+            starts += self._try(run, [(orders[0], how) for how in dict.fromkeys(hows)])
         if self.options.reorder:
             best = [start.how for start in sorted(starts, key=lambda start: start.cost)[:4]]
             starts += self._try(run, [(order, how) for order in orders[1:] for how in best])
@@ -257,15 +266,29 @@ def num_chains(evaluations: int) -> int:
 def _decoders(searched: Searched, *, split: bool, braid: bool = False) -> list[Decoder]:
     """The decoders of the sweep, those first that are good for nearly all problems."""
     p = searched.arrays
-    limited = bool(np.isfinite(p.limit).any())
-    several = bool((np.diff(p.first) > 1).any())
-    memory = (0.0, 0.5, 1.0, 0.25, 0.75) if limited and several else (0.0,)
-    speed = (0.0, 0.5) if limited and several else (0.0,)
+    memory, speed = (MEMORY_PARTS, (0.0, 0.5)) if _chooses_memory(searched) else ((0.0,), (0.0,))
     splits_and_gaps = [(True, 1.0), (True, 0.5), (True, 0.0)] if split and p.node[:, SPLITS].any() else []
     splits_and_gaps.append((False, 0.0))
     return [
-        Decoder(m, s, gap, backward_first, splits, braids)
+        searched.decoder(m, s, gap, backward_first, splits, braids)
         for s, braids, (splits, gap), backward_first, m in product(
             speed, (True, False) if braid else (False,), splits_and_gaps, (False, True), memory
         )
     ]
+
+
+def _by_module(searched: Searched, how: Decoder) -> list[Decoder]:
+    """The decoders that reserve other memory for one of several modules than a given one."""
+    if searched.num_modules < 2 or not _chooses_memory(searched):
+        return []
+    return [
+        how._replace(memory=(*how.memory[:module], part, *how.memory[module + 1 :]))
+        for module, part in product(range(searched.num_modules), MEMORY_PARTS)
+        if part != how.memory[module]
+    ]
+
+
+def _chooses_memory(searched: Searched) -> bool:
+    """Whether the assumption of memory matters: a rank has a limit, and a stage several options."""
+    p = searched.arrays
+    return bool(np.isfinite(p.limit).any()) and bool((np.diff(p.first) > 1).any())

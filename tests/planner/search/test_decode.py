@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mmtrain.planner.search.evaluate import anneal, evaluate, start_chain
 from mmtrain.planner.search.instance import Searched
 from mmtrain.planner.search.kernels.arrays import GROUP, KIND, B, Chain, Decoder, F, W
-from mmtrain.planner.search.kernels.decode import _block_s
+from mmtrain.planner.search.kernels.decode import block_s
 from mmtrain.planner.search.orders import Order, by_component, component_orders, order_of
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.graph import ModuleStages, Work
@@ -25,13 +25,19 @@ from tests.schedule.problems import as_units, chain, problems, two_modules
 
 DECODERS = st.builds(
     Decoder,
-    memory=st.sampled_from([0.0, 0.3, 1.0]),
-    speed=st.sampled_from([0.0, 0.5, 1.0]),
+    memory=st.tuples(*[st.sampled_from([0.0, 0.3, 1.0])] * 3),
+    speed=st.tuples(*[st.sampled_from([0.0, 0.5, 1.0])] * 3),
     gap=st.sampled_from([0.0, 0.5, 1.0]),
     backward_first=st.booleans(),
     split=st.booleans(),
     braid=st.booleans(),
 )
+
+
+def of_modules(searched: Searched, how: Decoder) -> Decoder:
+    """A drawn decoder for the modules of a problem."""
+    num = searched.num_modules
+    return how._replace(memory=how.memory[:num], speed=how.speed[:num])
 
 
 def random_order(searched: Searched, seed: int) -> Order:
@@ -49,7 +55,7 @@ def random_order(searched: Searched, seed: int) -> Order:
 def test_an_evaluation_is_what_its_plan_comes_to(problem: PlanningProblem, how: Decoder, seed: int) -> None:
     searched = Searched.of(problem)
     w = searched.workspace()
-    makespan = evaluate(searched, w, random_order(searched, seed), how, 20)
+    makespan = evaluate(searched, w, random_order(searched, seed), of_modules(searched, how), 20)
     if makespan == math.inf:  # over the reservation, where no order of ranks keeps it, or too little memory
         assert any(limit is not None for limit in problem.memory_limit_bytes)
         return
@@ -73,7 +79,7 @@ def test_the_same_priorities_decode_to_the_same_plan(problem: PlanningProblem, h
     for before in (seed, seed + 1):  # a workspace that was used keeps nothing
         w = searched.workspace()
         for order in (random_order(searched, before), random_order(searched, seed)):
-            evaluate(searched, w, order, how, 5)
+            evaluate(searched, w, order, of_modules(searched, how), 5)
         plans.append(searched.plan(w))
     assert plans[0] == plans[1]
 
@@ -83,7 +89,7 @@ def test_queues_of_any_length_are_served_in_their_order(count: int) -> None:
     searched = Searched.of(chain(1, count))
     w = searched.workspace()
     order = random_order(searched, 0)
-    evaluate(searched, w, order, Decoder(0.0, 0.0, 0.0, False, False), 0)
+    evaluate(searched, w, order, searched.decoder(0.0, 0.0, 0.0, False, False), 0)
     served = w.order[0, : w.length[0]]
     assert [int(a) >> 2 for a in served if a & 3 == F] == order[1][0].tolist()
 
@@ -93,7 +99,7 @@ def test_long_queues_with_gaps_lose_nothing(count: int) -> None:
     problem = chain(2, count)
     searched = Searched.of(problem)
     w = searched.workspace()
-    makespan = evaluate(searched, w, random_order(searched, 0), Decoder(0.0, 0.0, 0.5, False, True), 0)
+    makespan = evaluate(searched, w, random_order(searched, 0), searched.decoder(0.0, 0.0, 0.5, False, True), 0)
     plan = searched.plan(w)
     check(plan, problem)
     assert simulate(problem, plan).end_s == pytest.approx(makespan, rel=1e-12)
@@ -105,6 +111,7 @@ def test_a_chain_stands_at_what_it_last_accepted(problem: PlanningProblem, how: 
     searched = Searched.of(problem)
     w = searched.workspace()
     order = random_order(searched, seed)
+    how = of_modules(searched, how)
     chain = start_chain(searched, order, how, evaluate(searched, w, order, how, 0), seed)
     anneal(searched, w, chain, 40, (hot, hot), 0, can_split=True, can_braid=True, reorder=True)
     (at, group_at), there = standing(chain)
@@ -119,6 +126,7 @@ def test_a_chain_stands_at_what_it_last_accepted(problem: PlanningProblem, how: 
 def test_a_move_that_is_not_decoded_changes_nothing(problem: PlanningProblem, how: Decoder, seed: int) -> None:
     searched = Searched.of(problem)
     w, order = searched.workspace(), random_order(searched, seed)
+    how = of_modules(searched, how)
     chain = start_chain(searched, order, how, evaluate(searched, w, order, how, 5), seed)
     for _ in range(40):
         before, there = standing(chain), chain.current[0]
@@ -129,7 +137,7 @@ def test_a_move_that_is_not_decoded_changes_nothing(problem: PlanningProblem, ho
 
 def test_a_chain_goes_where_it_would_if_each_move_were_decoded() -> None:
     searched = Searched.of(two_modules(2, [3, 0, 1, 2, 5, 1, 1]))
-    order, how = by_component(searched, range(7)), Decoder(0.0, 0.0, 0.5, False, True)
+    order, how = by_component(searched, range(7)), searched.decoder(0.0, 0.0, 0.5, False, True)
     ways: list[list[object]] = []
     for forget in (False, True):
         w = searched.workspace()
@@ -160,7 +168,7 @@ def test_decoding_that_ends_early_is_of_plans_that_are_not_accepted(
 ) -> None:
     searched = Searched.of(problem)
     order, drawn = random_order(searched, seed), replace(searched, factors=np.ones((1, len(searched.nodes), 3)))
-    ways = []
+    how, ways = of_modules(searched, how), []
     for one in (searched, drawn):  # with draws, if only of factors of 1, it never ends early
         w = one.workspace()
         chain = start_chain(one, order, how, evaluate(one, w, order, how, 0), seed)
@@ -172,9 +180,7 @@ def test_decoding_that_ends_early_is_of_plans_that_are_not_accepted(
 
 def standing(chain: Chain) -> tuple[Order, Decoder]:
     """Where a chain stands."""
-    memory, speed, gap, *switches = map(float, chain.decoder)
-    order = (chain.at.astype(np.int64), chain.group_at.astype(np.int64))
-    return order, Decoder(memory, speed, gap, *(value > 0.5 for value in switches))
+    return (chain.at.astype(np.int64), chain.group_at.astype(np.int64)), Decoder.from_array(chain.decoder)
 
 
 def decoded(searched: Searched, order: Order, how: Decoder) -> list[list[int]]:
@@ -189,9 +195,9 @@ def test_priorities_decide_what_is_served_first() -> None:
     searched = Searched.of(problem)
     w = searched.workspace()
     order = order_of(np.array([[2, 0, 1], [0, 1, 2]], np.int64))
-    evaluate(searched, w, order, Decoder(0.0, 0.0, 0.0, True, False), 0)
+    evaluate(searched, w, order, searched.decoder(0.0, 0.0, 0.0, True, False), 0)
     assert str(searched.plan(w)) == "0F2.0 0B2.0 0F0.0 0B0.0 0F1.0 0B1.0"
-    evaluate(searched, w, order, Decoder(0.0, 0.0, 0.0, False, False), 0)
+    evaluate(searched, w, order, searched.decoder(0.0, 0.0, 0.0, False, False), 0)
     assert str(searched.plan(w)) == "0F2.0 0B2.0 0F0.0 0B0.0 0F1.0 0B1.0"
 
 
@@ -200,7 +206,7 @@ def test_weight_halves_fill_the_time_before_a_gradient() -> None:
     searched = Searched.of(problem)
     w = searched.workspace()
     order = by_component(searched, [0, 1])
-    makespan = evaluate(searched, w, order, Decoder(0.0, 0.0, 1.0, False, True), 0)
+    makespan = evaluate(searched, w, order, searched.decoder(0.0, 0.0, 1.0, False, True), 0)
     assert makespan == 7.0  # the bound: 1 + 2 x (F + I + W)
     assert Kind.W in {action.kind for action in searched.plan(w, join=False).orders[1]}
 
@@ -211,11 +217,31 @@ def test_memory_bounds_what_is_in_flight() -> None:
         problem = chain(2, 6, memory_limit_bytes=[limit, limit])
         searched = Searched.of(problem)
         w = searched.workspace()
-        evaluate(searched, w, by_component(searched, range(6)), Decoder(0.0, 0.0, 0.0, False, False), 0)
+        evaluate(searched, w, by_component(searched, range(6)), searched.decoder(0.0, 0.0, 0.0, False, False), 0)
         plan = searched.plan(w)
         check(plan, problem)
         peaks.append(max(simulate(problem, plan).peak_bytes))
     assert peaks[0] > 2.0 == peaks[1]
+
+
+def test_each_module_has_its_own_assumption_of_memory_and_speed() -> None:
+    def made(vision: list[Option], language: list[Option]) -> Searched:
+        problem = two_modules(2, [1, 2, 1, 2, 1, 1], memory_limit_bytes=[9.0, 9.0])
+        return Searched.of(replace(problem, costs=(tuple(vision), tuple(language))))
+
+    def with_bytes(name: str, held: float, input_s: float) -> Option:
+        return Option(name=name, forward_s=1.0, backward_input_s=input_s, backward_weight_s=1.0, activation_bytes=held)
+
+    keep, lean = with_bytes("keep", 2.0, 1.0), with_bytes("lean", 1.0, 1.75)
+    both, plans = made([keep, lean], [keep, lean]), []
+    for memory, speed in (((0.0, 1.0), (0.0, 0.0)), ((1.0, 0.0), (0.0, 1.0)), ((1.0, 1.0), (1.0, 0.0))):
+        # What it assumes of a module is what a problem with this one option says.
+        only = made(*([with_bytes("assumed", 2.0 - m, 1.0 + 0.75 * s)] for m, s in zip(memory, speed, strict=True)))
+        order = by_component(both, range(6))
+        how = Decoder(memory, speed, 0.0, False, False)
+        plans.append(decoded(both, order, how))
+        assert plans[-1] == decoded(only, order, only.decoder(0.0, 0.0, 0.0, False, False))
+    assert len({str(plan) for plan in plans}) == 3
 
 
 def test_groups_are_passes_over_the_ranks() -> None:
@@ -291,8 +317,8 @@ def exchanges_of_vision(num_ranks: int = 4, count: int = 16) -> PlanningProblem:
 
 
 @numba.njit
-def block_s(load, forward, backward, kind):  # type: ignore[no-untyped-def]
-    return _block_s(load, forward, backward, kind)
+def in_block_s(load, forward, backward, kind):  # type: ignore[no-untyped-def]
+    return block_s(load, forward, backward, kind)
 
 
 @st.composite
@@ -313,7 +339,7 @@ def test_the_kernel_gives_a_block_the_seconds_of_its_load(forward: Option, backw
     p = Searched.of(two_modules(1, [1], vision=forward, language=backward)).arrays
     vision, language = (int(p.first[kind]) for kind in p.node[:, KIND])
     for kind in (Kind.B, Kind.W):
-        found = block_s(p.load, vision, language, W if kind is Kind.W else B)
+        found = in_block_s(p.load, vision, language, W if kind is Kind.W else B)
         assert found == forward.load(Kind.F).together(backward.load(kind)).seconds
 
 
@@ -322,7 +348,7 @@ def test_a_block_takes_the_backward_that_saves_most_for_what_it_usually_saves() 
     problem = exchanges_of_vision()
     searched = Searched.of(problem)
     equal = replace(searched, arrays=searched.arrays._replace(usual_s=np.ones_like(searched.arrays.usual_s)))
-    order, how = by_component(searched, range(16)), Decoder(0.0, 0.0, 0.0, False, False, True)
+    order, how = by_component(searched, range(16)), searched.decoder(0.0, 0.0, 0.0, False, False, True)
     usual, most = (evaluate(one, one.workspace(), order, how, 0) for one in (searched, equal))
     assert usual < 0.98 * most
 

@@ -13,7 +13,6 @@ from mmtrain.planner.judge import judge
 from mmtrain.planner.plan_json import plan_to_json
 from mmtrain.planner.search.evaluate import cost_of, evaluate, join
 from mmtrain.planner.search.instance import Searched
-from mmtrain.planner.search.kernels.arrays import Decoder
 from mmtrain.planner.search.orders import by_component, component_orders
 from mmtrain.planner.search.search import search
 from mmtrain.planner.search.search_options import SearchOptions
@@ -99,7 +98,7 @@ def test_the_kernels_cost_of_a_plan_is_its_makespan():
     w = searched.workspace()
     order = by_component(searched, component_orders(searched)[0])
     for backward_first in (False, True):
-        evaluate(searched, w, order, Decoder(0.0, 0.0, 0.5, backward_first, True), 20)
+        evaluate(searched, w, order, searched.decoder(0.0, 0.0, 0.5, backward_first, True), 20)
         counts = []
         for joined in (False, True):
             if joined:

@@ -4,10 +4,22 @@ from typing import Any
 
 import numpy as np
 
-from mmtrain.planner.search.kernels.arrays import BACKWARD, FORWARD, Chain, Decoder, Instance, Workspace
+from mmtrain.planner.search.kernels.arrays import (
+    BACKWARD,
+    BACKWARD_FIRST,
+    BRAID,
+    FORWARD,
+    GAP,
+    MEMORY,
+    SPLIT,
+    Chain,
+    Instance,
+    Workspace,
+)
 from mmtrain.planner.search.kernels.compiler import entry, inner, part
-from mmtrain.planner.search.kernels.decode import assume, cost_of, decode, join
+from mmtrain.planner.search.kernels.decode import assume, decode
 from mmtrain.planner.search.kernels.memory import choose_all
+from mmtrain.planner.search.kernels.replay import cost_of, join
 
 ANNEAL, EVALUATE, CHOOSE, JOIN, COST = range(5)
 """Modes of `run`."""
@@ -77,15 +89,22 @@ def _move_component(component_of: Any, at: Any, group_at: Any, swap: Any, compon
 
 @inner
 def _change_decoder(decoder: Any, state: Any, can_split: bool, can_braid: bool) -> None:
-    """One random step of one parameter."""
+    """One random step of one parameter; of a module's assumption, or of that of all modules alike."""
     which = _below(state, 4 + int(can_split) + int(can_braid))
-    which += int(which == 4 and not can_split)
     if which < 2:
-        decoder[which] = min(1.0, max(0.0, decoder[which] + 0.3 * (_uniform(state) - 0.5)))
+        modules = (decoder.size - MEMORY) >> 1
+        module, step = _below(state, modules + 1), 0.3 * (_uniform(state) - 0.5)
+        for i in range(modules):
+            if (module == modules) | (module == i):
+                at = MEMORY + which * modules + i
+                decoder[at] = min(1.0, max(0.0, decoder[at] + step))
     elif which == 2:
-        decoder[2] = 0.25 * int(5 * _uniform(state))
+        decoder[GAP] = 0.25 * int(5 * _uniform(state))
+    elif which == 3:
+        decoder[BACKWARD_FIRST] = 1.0 - decoder[BACKWARD_FIRST]
     else:
-        decoder[which] = 1.0 - decoder[which]
+        switch = SPLIT if which == 4 and can_split else BRAID
+        decoder[switch] = 1.0 - decoder[switch]
 
 
 @part
@@ -184,11 +203,13 @@ def _evaluate(
 ) -> tuple[float, bool]:
     """(cost of a chain's priorities as `run` returns it, or inf where it is known to be above `most`; whether the last
     row of `queued` is conclusive)."""
-    cost, conclusive, how = 0.0, False, chain.decoder
+    cost, conclusive, decoder = 0.0, False, chain.decoder
     if mode != CHOOSE:
-        decoder = Decoder(how[0], how[1], how[2], how[3] > 0.5, how[4] > 0.5, how[5] > 0.5)
         # With the fastest options orders take as long as with any others, or less.
-        limit = most if how[1] == 0.0 and factors.shape[0] == 0 else np.inf
+        limit = most if factors.shape[0] == 0 else np.inf
+        for i in range(MEMORY + ((decoder.size - MEMORY) >> 1), decoder.size):
+            if decoder[i] > 0.0:
+                limit = np.inf
         cost, conclusive = decode(p, w, chain.at, chain.group_at, decoder, chain.queued[1 - chain.current[0]], limit)
     if cost < np.inf:
         cost = choose_all(p, w, iterations)
@@ -247,7 +268,7 @@ def run(
         if same:
             continue
         if changed:
-            assume(p.node, p.first, p.option, w.state, w.footprint, w.load, decoder[0], decoder[1])
+            assume(p.node, p.first, p.option, w.state, w.footprint, w.load, decoder)
             changed = False
         cost, conclusive = _evaluate(p, w, chain, mode, iterations, factors, most)
         if mode != ANNEAL:

@@ -5,11 +5,13 @@ n nodes, each one (stage, work); R ranks, G groups, C components, E edges, O opt
 
 from typing import Any, NamedTuple
 
+import numpy as np
+
 F, B, I, W = 0, 1, 2, 3
 """Kinds of actions; an action is the number 4 x node + kind."""
 FORWARD, BACKWARD = 0, 1
 """Directions: rows of all arrays that treat forwards and backwards alike."""
-RANK, GROUP, COMPONENT, RESERVATION, NEEDS_F, NEEDS_B, KIND, SPLITS = range(8)
+RANK, GROUP, COMPONENT, RESERVATION, NEEDS_F, NEEDS_B, KIND, SPLITS, MODULE = range(9)
 """Columns of `Instance.node`."""
 ALONE, TOTAL, HELD, HELD_W, SLOPE, SLOPE_UP, LARGER = range(3, 10)
 """Columns of `Instance.option` behind the seconds of F, I and W; ALONE, HELD and HELD_W also of `Workspace.state`."""
@@ -19,18 +21,21 @@ BEGIN, END, BEGIN_W, END_W, FASTEST, SMALLEST, SAME_W = range(7)
 """Columns of `Workspace.span`."""
 FORWARD_S, FORWARD_EXCHANGE, INPUT_S, INPUT_EXCHANGE, WEIGHT_S, CONTENTION, COPY_OUT, COPY_IN, WEIGHT_ALONE_S = range(9)
 """Columns of `Instance.load`."""
+GAP, BACKWARD_FIRST, SPLIT, BRAID, MEMORY = range(5)
+"""Places in a `Decoder` as an array [4 + 2 K], f8: at MEMORY `memory` of each of K modules, then `speed` of each."""
 
 
 class Instance(NamedTuple):
     """A problem as arrays."""
 
     node: Any
-    """[n, 8] u4: RANK, GROUP, COMPONENT, RESERVATION, NEEDS_F, NEEDS_B, KIND, SPLITS.
+    """[n, 9] u4: RANK, GROUP, COMPONENT, RESERVATION, NEEDS_F, NEEDS_B, KIND, SPLITS, MODULE.
 
     A group has one priority; at most one node of it is on a rank. A component is a set of connected works, mostly one
     microbatch; its memory is reserved at once. RESERVATION: COMPONENT x R + RANK, or C x R where there is no backward
     and nothing to reserve. NEEDS_F, NEEDS_B: number of results that forward and backward wait for; NEEDS_B is 0 where
     there is no backward. KIND: list of options. SPLITS: whether I and W both take time.
+    MODULE: 0 .. K - 1, that of the stage; parts of one module are one.
     """
     node_at: Any
     """[R, G] u4: the node of a group on a rank, where there is one."""
@@ -157,7 +162,7 @@ class Workspace(NamedTuple):
     last_seconds: Any
     """[R] f8: what the chosen options took."""
     old_decoder: Any
-    """[6] f8: the `Decoder` before a move."""
+    """[4 + 2 K] f8: the `Decoder` before a move."""
     swap: Any
     """[4, G] u4: permutations while they change; those before a move are rows 2 and 3."""
 
@@ -165,10 +170,11 @@ class Workspace(NamedTuple):
 class Decoder(NamedTuple):
     """How priorities become orders."""
 
-    memory: float
-    """0 .. 1: memory is reserved for the fastest option .. the smallest one. So it decides how much is in flight."""
-    speed: float
-    """0 .. 1: actions are assumed to take as long as with the fastest option .. with the smallest one."""
+    memory: tuple[float, ...]
+    """[K] of each module 0 .. 1: memory is reserved for the fastest option .. the smallest one. So it decides how much
+    is in flight."""
+    speed: tuple[float, ...]
+    """[K] of each module 0 .. 1: actions are assumed to take as long as with the fastest option .. the smallest one."""
     gap: float
     """A W starts if the rank would otherwise be idle for at least this part of its time."""
     backward_first: bool
@@ -179,6 +185,18 @@ class Decoder(NamedTuple):
     """Whether a forward and a backward that can both start, else a forward and the first W that is due, run as one
     block where that hides exchanges. The backward is then whole."""
 
+    @classmethod
+    def from_array(cls, values: Any) -> "Decoder":
+        """The inverse of `array`."""
+        assumed, (gap, *switches) = list(map(float, values[MEMORY:])), map(float, values[:MEMORY])
+        modules = len(assumed) // 2
+        return cls(tuple(assumed[:modules]), tuple(assumed[modules:]), gap, *(value > 0.5 for value in switches))
+
+    @property
+    def array(self) -> Any:
+        """[4 + 2 K] f8."""
+        return np.array([self.gap, self.backward_first, self.split, self.braid, *self.memory, *self.speed], np.float64)
+
 
 class Chain(NamedTuple):
     """One chain of simulated annealing, as arrays that the kernel changes."""
@@ -188,7 +206,7 @@ class Chain(NamedTuple):
     group_at: Any
     """[2, G] u4: its inverse."""
     decoder: Any
-    """[6] f8: a `Decoder`."""
+    """[4 + 2 K] f8: a `Decoder`."""
     best_at: Any
     best_decoder: Any
     """The same of the best plan so far."""

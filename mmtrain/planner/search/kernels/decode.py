@@ -1,4 +1,4 @@
-"""From priorities to orders, and from orders to a makespan.
+"""From priorities to orders.
 
 Dual queues and alternation are DIP's (arXiv:2504.14145, section 5.2). Admission is not: forwards of a microbatch start
 on a rank once all that it will hold there is reserved. Components reserve memory on the ranks in one order, so that the
@@ -14,6 +14,8 @@ import numpy as np
 from mmtrain.planner.search.kernels.arrays import (
     ALONE,
     BACKWARD,
+    BACKWARD_FIRST,
+    BRAID,
     COMPONENT,
     CONTENTION,
     COPY_IN,
@@ -21,21 +23,24 @@ from mmtrain.planner.search.kernels.arrays import (
     FORWARD,
     FORWARD_EXCHANGE,
     FORWARD_S,
+    GAP,
     GROUP,
     HELD,
     HELD_W,
     INPUT_EXCHANGE,
     INPUT_S,
     KIND,
+    MEMORY,
+    MODULE,
     NEEDS_B,
     NEEDS_F,
     RANK,
     RESERVATION,
+    SPLIT,
     SPLITS,
     WEIGHT_ALONE_S,
     WEIGHT_S,
     B,
-    Decoder,
     F,
     I,
     Instance,
@@ -51,13 +56,13 @@ LEAST_S = 1e-12
 
 
 @inner
-def assume(
-    node: Any, first: Any, option: Any, state: Any, footprint: Any, load: Any, memory: float, speed: float
-) -> None:
+def assume(node: Any, first: Any, option: Any, state: Any, footprint: Any, load: Any, decoder: Any) -> None:
     """Sets the seconds and bytes that the decoder assumes."""
     footprint[:] = 0.0
     load[:] = 0.0
+    modules = (decoder.size - MEMORY) >> 1
     for i in range(node.shape[0]):
+        memory, speed = decoder[MEMORY + node[i, MODULE]], decoder[MEMORY + modules + node[i, MODULE]]
         fast, smallest = first[node[i, KIND]], first[node[i, KIND] + 1] - 1
         for column in range(4):
             state[i, column] = (1 - speed) * option[fast, column] + speed * option[smallest, column]
@@ -133,7 +138,7 @@ def _overlapped_s(compute_s: float, exchange_s: float, contention: float) -> flo
 
 
 @small
-def _block_s(load: Any, forward: int, backward: int, kind: int) -> float:
+def block_s(load: Any, forward: int, backward: int, kind: int) -> float:
     """Seconds of a block of F and B or W with the given options, by the rule of `Load`."""
     contention = max(load[forward, CONTENTION], load[backward, CONTENTION])
     exchange_s, input_s, weight_s = load[forward, FORWARD_EXCHANGE], load[backward, INPUT_S], load[backward, WEIGHT_S]
@@ -148,22 +153,25 @@ def _block_s(load: Any, forward: int, backward: int, kind: int) -> float:
 
 
 @small
-def _saved_s(p: Instance, w: Workspace, speed: float, forward: Any, backward: Any, kind: int) -> float:
-    """Seconds that the decoder assumes a block of two nodes to save."""
+def _saved_s(p: Instance, w: Workspace, decoder: Any, forward: Any, backward: Any, kind: int) -> float:
+    """Seconds that the decoder assumes a block of two nodes to save, with the mean speed of their modules."""
     one, other = p.node[forward, KIND], p.node[backward, KIND]
-    fast_s = _block_s(p.load, p.first[one], p.first[other], kind)
-    block_s = (1 - speed) * fast_s + speed * _block_s(p.load, p.first[one + 1] - 1, p.first[other + 1] - 1, kind)
-    return float(w.state[forward, 0] + _seconds_of(w.state, backward, kind) - block_s)
+    speeds = MEMORY + ((decoder.size - MEMORY) >> 1)
+    speed = 0.5 * (decoder[speeds + p.node[forward, MODULE]] + decoder[speeds + p.node[backward, MODULE]])
+    fast_s = block_s(p.load, p.first[one], p.first[other], kind)
+    slow_s = block_s(p.load, p.first[one + 1] - 1, p.first[other + 1] - 1, kind)
+    alone_s = w.state[forward, 0] + seconds_of(w.state, backward, kind)
+    return float(alone_s - ((1 - speed) * fast_s + speed * slow_s))
 
 
 @small
-def _seconds_of(seconds: Any, i: Any, kind: int) -> float:
+def seconds_of(seconds: Any, i: Any, kind: int) -> float:
     """Seconds of a B or W. Args: seconds: [i, 4] of F, I, W in B and W alone."""
     return float(seconds[i, ALONE] if kind == W else seconds[i, 1] + seconds[i, 2])
 
 
 @small
-def _latest(time: Any) -> float:
+def latest(time: Any) -> float:
     latest = 0.0
     for rank in range(time.size):
         latest = max(latest, time[rank])
@@ -285,7 +293,7 @@ def _run_forward(
 
 @part
 def _run_backward(
-    p: Instance, w: Workspace, at: Any, group_at: Any, decoder: Decoder, rank: Any, position: int, block_end: float,
+    p: Instance, w: Workspace, at: Any, group_at: Any, decoder: Any, rank: Any, position: int, block_end: float,
     queued: Any, done: int,
 ) -> Any:  # fmt: skip
     """Runs a backward, or its I; the action.
@@ -301,7 +309,8 @@ def _run_backward(
     w.load[1, rank] -= w.state[i, 1]
     reserved[rank] -= w.state[i, HELD]
     # Split only where what W needs has room: with recomputation it is more than was held until then.
-    if block_end == 0.0 and decoder.split and node[i, SPLITS] and reserved[rank] + w.state[i, HELD_W] <= p.room[rank]:
+    has_room = reserved[rank] + w.state[i, HELD_W] <= p.room[rank]
+    if block_end == 0.0 and decoder[SPLIT] > 0.0 and node[i, SPLITS] and has_room:
         action = 4 * i + I
         w.weights[rank, w.weights_span[rank, 1]] = i
         w.weights_span[rank, 1] += 1
@@ -312,7 +321,7 @@ def _run_backward(
         w.load[1, rank] -= w.state[i, 2]
     if block_end > 0.0:
         end = block_end
-    w.backward_next[rank] = decoder.backward_first
+    w.backward_next[rank] = decoder[BACKWARD_FIRST] > 0.0
     time[rank] = end
     for e in range(p.ins_start[i], p.ins_start[i + 1]):
         if ins[e, 1]:
@@ -363,7 +372,7 @@ def _next_start(p: Instance, w: Workspace, group_at: Any, gap: float, rank: Any,
 
 @part
 def _partner(
-    p: Instance, w: Workspace, decoder: Decoder, group_at: Any, rank: Any, f: Any, backward: int, none: int
+    p: Instance, w: Workspace, decoder: Any, group_at: Any, rank: Any, f: Any, backward: int, none: int
 ) -> int:
     """The B or W that a forward runs with as one block; 0: none.
 
@@ -377,20 +386,20 @@ def _partner(
         if position < none:
             i = p.node_at[rank, group_at[BACKWARD, position]]
             usual_s = max(p.usual_s[rank, p.node[i, KIND]], LEAST_S)
-            saved = _saved_s(p, w, decoder.speed, f, i, B) / usual_s
+            saved = _saved_s(p, w, decoder, f, i, B) / usual_s
             if saved > most and p.node[f, COMPONENT] != p.node[i, COMPONENT]:
                 best, most = 4 * i + B, saved
             position = _next(w.ready, 3 * rank + 2, position)
     if backward == none and w.weights_span[rank, 0] < w.weights_span[rank, 1]:
         i = w.weights[rank, w.weights_span[rank, 0]]
-        if _saved_s(p, w, decoder.speed, f, i, W) > 0.0 and p.node[f, COMPONENT] != p.node[i, COMPONENT]:
+        if _saved_s(p, w, decoder, f, i, W) > 0.0 and p.node[f, COMPONENT] != p.node[i, COMPONENT]:
             best = 4 * i + W
     return best
 
 
 @inner
 def decode(
-    p: Instance, w: Workspace, at: Any, group_at: Any, decoder: Decoder, queued: Any, limit: float
+    p: Instance, w: Workspace, at: Any, group_at: Any, decoder: Any, queued: Any, limit: float
 ) -> tuple[float, bool]:
     """The orders of all ranks from priorities.
 
@@ -408,9 +417,9 @@ def decode(
     first, next_start, weights_span = w.first, w.next_start, w.weights_span
     num_ranks, none = p.room.size, 64 * (w.ready.shape[1] - 1)
     limit *= 1 + 1e-9  # of rounding
-    if decoder.braid:
+    if decoder[BRAID] > 0.0:
         limit = np.inf  # what remains may take less, in blocks
-    _reset(p, w, at, decoder.backward_first, queued, none)
+    _reset(p, w, at, decoder[BACKWARD_FIRST] > 0.0, queued, none)
     remaining, done, conclusive = p.num_actions, 0, True
     while True:
         served, now = 0, np.inf
@@ -434,12 +443,12 @@ def decode(
         position, waits = _next_forward(p, w, group_at, rank)
         backward = first[3 * rank + 2]
         block_end, partner = 0.0, 0
-        if decoder.braid and position < none:
+        if decoder[BRAID] > 0.0 and position < none:
             f = p.node_at[rank, group_at[FORWARD, position]]
             partner = _partner(p, w, decoder, group_at, rank, f, backward, none)
             if partner > 0:
-                saved_s = _saved_s(p, w, decoder.speed, f, partner >> 2, partner & 3)
-                block_end = now + w.state[f, 0] + _seconds_of(w.state, partner >> 2, partner & 3) - saved_s
+                saved_s = _saved_s(p, w, decoder, f, partner >> 2, partner & 3)
+                block_end = now + w.state[f, 0] + seconds_of(w.state, partner >> 2, partner & 3) - saved_s
                 w.sequence[done] = _run_forward(p, w, at, group_at, rank, position, waits, block_end, queued, done)
                 w.order[rank, w.length[rank]] = w.sequence[done]
                 w.length[rank] += 1
@@ -469,96 +478,5 @@ def decode(
         done += 1
         if w.time[rank] + w.load[1, rank] > limit:
             return np.inf, False
-        next_start[rank] = _next_start(p, w, group_at, decoder.gap, rank, none)
-    return _latest(w.time), conclusive
-
-
-@inner
-def replay(p: Instance, w: Workspace, factors: Any, draw: int) -> float:
-    """The makespan of the decoded orders with the chosen options.
-
-    Args: factors: [D, n, 3] of the seconds of F, I and W. draw: which of them; below 0: none.
-    """
-    node, seconds, time, ends, joined = p.node, p.option, w.time, w.ends, w.joined
-    ins_start, ins, ins_lag = p.ins_start, p.ins, p.ins_lag
-    outs_start, outs, outs_lag = p.outs_start, p.outs, p.outs_lag
-    sequence, options, braided, num_actions, ran = w.sequence, w.option, w.braided, 0, False
-    factor_f, factor_i, factor_w = 1.0, 1.0, 1.0
-    for rank in range(time.size):
-        num_actions += w.length[rank]
-        time[rank] = 0.0
-    for step in range(num_actions):
-        if ran:  # in the block of the action before
-            ran = False
-            continue
-        i, kind = sequence[step] >> 2, sequence[step] & 3
-        rank, option = node[i, RANK], options[i]
-        end = time[rank]
-        if draw >= 0:
-            factor_f, factor_i, factor_w = factors[draw, i, 0], factors[draw, i, 1], factors[draw, i, 2]
-        if kind == F:
-            for e in range(ins_start[i], ins_start[i + 1]):
-                end = max(end, ends[ins[e, 0], FORWARD] + ins_lag[e])
-            alone_s, drawn_s = seconds[option, 0], factor_f * seconds[option, 0]
-            if braided[i] > 0:
-                b, kind = (braided[i] - 1) >> 2, (braided[i] - 1) & 3
-                other = options[b]
-                if kind != W:
-                    for e in range(outs_start[b], outs_start[b + 1]):
-                        if outs[e, 1]:
-                            end = max(end, ends[outs[e, 0], BACKWARD] + outs_lag[e])
-                # Its factor is that of both, by their seconds.
-                if draw >= 0:
-                    factor_f = factors[draw, b, 2] if kind == W else factors[draw, b, 1]
-                alone_s += _seconds_of(seconds, other, kind)
-                drawn_s += factor_f * _seconds_of(seconds, other, kind)
-                drawn_s *= _block_s(p.load, option, other, kind) / alone_s
-                if kind != W:
-                    ends[b, BACKWARD] = end + drawn_s
-                ran = True
-            end += drawn_s
-            ends[i, FORWARD] = end
-        elif kind == W:
-            if not joined[i]:
-                end += factor_w * seconds[option, ALONE]
-        else:
-            for e in range(outs_start[i], outs_start[i + 1]):
-                if outs[e, 1]:
-                    end = max(end, ends[outs[e, 0], BACKWARD] + outs_lag[e])
-            end += factor_i * seconds[option, 1]
-            if (kind == B) | (joined[i] > 0):
-                end += factor_w * seconds[option, 2]
-            ends[i, BACKWARD] = end
-        time[rank] = end
-    return float(_latest(time))
-
-
-@part
-def cost_of(p: Instance, w: Workspace, factors: Any) -> float:
-    """The makespan of a decoded plan; with draws of factors, its mean over them."""
-    none: Any = np.int64(-1)  # a plain -1 would be a type of its own
-    if factors.shape[0] == 0:
-        return float(replay(p, w, factors, none))
-    total = 0.0
-    for draw in range(factors.shape[0]):
-        total += replay(p, w, factors, draw)
-    return float(total / factors.shape[0])
-
-
-@part
-def join(p: Instance, w: Workspace, factors: Any) -> float:
-    """Makes I and W one B again where two actions take longer than one and the cost does not grow; the cost."""
-    cost, num_actions = cost_of(p, w, factors), 0
-    for rank in range(w.time.size):
-        num_actions += w.length[rank]
-    for step in range(num_actions):
-        i = w.sequence[step] >> 2
-        splits = w.sequence[step] & 3 == I and w.joinable[i]
-        if splits and p.option[w.option[i], ALONE] > p.option[w.option[i], 2]:
-            w.joined[i] = 1
-            joined = cost_of(p, w, factors)
-            if joined <= cost:
-                cost = joined
-            else:
-                w.joined[i] = 0
-    return float(cost)
+        next_start[rank] = _next_start(p, w, group_at, decoder[GAP], rank, none)
+    return latest(w.time), conclusive
