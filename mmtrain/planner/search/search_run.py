@@ -38,8 +38,10 @@ ROBUST_SHARE = 0.4
 """Part of the budget, its last, in which plans are compared by their mean makespan if there is noise."""
 MEMORY_PARTS = (0.0, 0.5, 1.0, 0.25, 0.75)
 """What a decoder may assume about memory in the sweep, the most useful first."""
-MODULE_ROUNDS, MODULE_STARTS = 2, 2
-"""How often, and for how many of the best decoders, the sweep tries another assumption for each module."""
+WAITS = (0.0, 0.5, 1.0)
+"""How long forwards may wait for a backward in the sweep."""
+ROUNDS, VARIED = 2, 2
+"""How often, and how many of the best decoders, the sweep varies."""
 CHUNK = 72_000
 """Stages of works that a chain evaluates between two checks of clock and cancellation: about 30 ms."""
 
@@ -161,10 +163,10 @@ class SearchRun:
         """The best starts, best first."""
         orders = [by_component(self.searched, order) for order in component_orders(self.searched)]
         starts = self.arrive(run)
-        for _ in range(MODULE_ROUNDS):
-            best = sorted(starts, key=lambda start: start.cost)[:MODULE_STARTS]
+        for _ in range(ROUNDS):
+            best = sorted(starts, key=lambda start: start.cost)[:VARIED]
             tried = {start.how for start in starts}
-            hows = [how for start in best for how in _by_module(self.searched, start.how) if how not in tried]
+            hows = [how for start in best for how in _varied(self.searched, start.how) if how not in tried]
             starts += self._try(run, [(orders[0], how) for how in dict.fromkeys(hows)])
         if self.options.reorder:
             best = [start.how for start in sorted(starts, key=lambda start: start.cost)[:4]]
@@ -277,15 +279,17 @@ def _decoders(searched: Searched, *, split: bool, braid: bool = False) -> list[D
     ]
 
 
-def _by_module(searched: Searched, how: Decoder) -> list[Decoder]:
-    """The decoders that reserve other memory for one of several modules than a given one."""
-    if searched.num_modules < 2 or not _chooses_memory(searched):
-        return []
-    return [
-        how._replace(memory=(*how.memory[:module], part, *how.memory[module + 1 :]))
-        for module, part in product(range(searched.num_modules), MEMORY_PARTS)
-        if part != how.memory[module]
-    ]
+def _varied(searched: Searched, how: Decoder) -> list[Decoder]:
+    """The decoders that differ from a given one in how long forwards wait, or in the memory reserved for one of
+    several modules."""
+    varied = [how._replace(wait=wait) for wait in WAITS if wait != how.wait]
+    if searched.num_modules > 1 and _chooses_memory(searched):
+        varied += [
+            how._replace(memory=(*how.memory[:module], part, *how.memory[module + 1 :]))
+            for module, part in product(range(searched.num_modules), MEMORY_PARTS)
+            if part != how.memory[module]
+        ]
+    return varied
 
 
 def _chooses_memory(searched: Searched) -> bool:

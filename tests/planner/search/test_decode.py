@@ -31,6 +31,7 @@ DECODERS = st.builds(
     backward_first=st.booleans(),
     split=st.booleans(),
     braid=st.booleans(),
+    wait=st.sampled_from([0.0, 0.5, 1.0]),
 )
 
 
@@ -242,6 +243,22 @@ def test_each_module_has_its_own_assumption_of_memory_and_speed() -> None:
         plans.append(decoded(both, order, how))
         assert plans[-1] == decoded(only, order, only.decoder(0.0, 0.0, 0.0, False, False))
     assert len({str(plan) for plan in plans}) == 3
+
+
+def test_a_forward_waits_for_a_backward_that_arrives_soon() -> None:
+    # Rank 1 runs the backward of microbatch 0 from 2.0 to 3.4; rank 0 is free at 3.0.
+    cost = Option(name="keep", forward_s=1.0, backward_input_s=0.7, backward_weight_s=0.7, activation_bytes=1.0)
+    searched, first = Searched.of(chain(2, 4, cost=cost)), []
+    for wait in (0.0, 0.25, 0.5):
+        w = searched.workspace()
+        how = searched.decoder(0.0, 0.0, 0.0, False, False)._replace(wait=wait)
+        evaluate(searched, w, by_component(searched, range(4)), how, 0)
+        first.append(str(searched.plan(w)).splitlines()[0])
+    at_once, waiting = (
+        "0F0.0 0F1.0 0F2.0 0F3.0 0B0.0 0B1.0 0B2.0 0B3.0",
+        "0F0.0 0F1.0 0F2.0 0B0.0 0F3.0 0B1.0 0B2.0 0B3.0",
+    )
+    assert first == [at_once, at_once, waiting]
 
 
 def test_groups_are_passes_over_the_ranks() -> None:

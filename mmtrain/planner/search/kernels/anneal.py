@@ -12,6 +12,7 @@ from mmtrain.planner.search.kernels.arrays import (
     GAP,
     MEMORY,
     SPLIT,
+    WAIT,
     Chain,
     Instance,
     Workspace,
@@ -90,7 +91,7 @@ def _move_component(component_of: Any, at: Any, group_at: Any, swap: Any, compon
 @inner
 def _change_decoder(decoder: Any, state: Any, can_split: bool, can_braid: bool) -> None:
     """One random step of one parameter; of a module's assumption, or of that of all modules alike."""
-    which = _below(state, 4 + int(can_split) + int(can_braid))
+    which = _below(state, 5 + int(can_split) + int(can_braid))
     if which < 2:
         modules = (decoder.size - MEMORY) >> 1
         module, step = _below(state, modules + 1), 0.3 * (_uniform(state) - 0.5)
@@ -101,9 +102,11 @@ def _change_decoder(decoder: Any, state: Any, can_split: bool, can_braid: bool) 
     elif which == 2:
         decoder[GAP] = 0.25 * int(5 * _uniform(state))
     elif which == 3:
+        decoder[WAIT] = 0.25 * int(5 * _uniform(state))
+    elif which == 4:
         decoder[BACKWARD_FIRST] = 1.0 - decoder[BACKWARD_FIRST]
     else:
-        switch = SPLIT if which == 4 and can_split else BRAID
+        switch = SPLIT if which == 5 and can_split else BRAID
         decoder[switch] = 1.0 - decoder[switch]
 
 

@@ -21,8 +21,8 @@ BEGIN, END, BEGIN_W, END_W, FASTEST, SMALLEST, SAME_W = range(7)
 """Columns of `Workspace.span`."""
 FORWARD_S, FORWARD_EXCHANGE, INPUT_S, INPUT_EXCHANGE, WEIGHT_S, CONTENTION, COPY_OUT, COPY_IN, WEIGHT_ALONE_S = range(9)
 """Columns of `Instance.load`."""
-GAP, BACKWARD_FIRST, SPLIT, BRAID, MEMORY = range(5)
-"""Places in a `Decoder` as an array [4 + 2 K], f8: at MEMORY `memory` of each of K modules, then `speed` of each."""
+GAP, WAIT, BACKWARD_FIRST, SPLIT, BRAID, MEMORY = range(6)
+"""Places in a `Decoder` as an array [5 + 2 K], f8: at MEMORY `memory` of each of K modules, then `speed` of each."""
 
 
 class Instance(NamedTuple):
@@ -162,7 +162,7 @@ class Workspace(NamedTuple):
     last_seconds: Any
     """[R] f8: what the chosen options took."""
     old_decoder: Any
-    """[4 + 2 K] f8: the `Decoder` before a move."""
+    """[5 + 2 K] f8: the `Decoder` before a move."""
     swap: Any
     """[4, G] u4: permutations while they change; those before a move are rows 2 and 3."""
 
@@ -184,18 +184,22 @@ class Decoder(NamedTuple):
     braid: bool = False
     """Whether a forward and a backward that can both start, else a forward and the first W that is due, run as one
     block where that hides exchanges. The backward is then whole."""
+    wait: float = 0.0
+    """A forward waits for a backward whose inputs arrive within this part of the forward's time."""
 
     @classmethod
     def from_array(cls, values: Any) -> "Decoder":
         """The inverse of `array`."""
-        assumed, (gap, *switches) = list(map(float, values[MEMORY:])), map(float, values[:MEMORY])
+        assumed, (gap, wait, *switches) = list(map(float, values[MEMORY:])), map(float, values[:MEMORY])
+        backward_first, split, braid = (value > 0.5 for value in switches)
         modules = len(assumed) // 2
-        return cls(tuple(assumed[:modules]), tuple(assumed[modules:]), gap, *(value > 0.5 for value in switches))
+        return cls(tuple(assumed[:modules]), tuple(assumed[modules:]), gap, backward_first, split, braid, wait)
 
     @property
     def array(self) -> Any:
-        """[4 + 2 K] f8."""
-        return np.array([self.gap, self.backward_first, self.split, self.braid, *self.memory, *self.speed], np.float64)
+        """[5 + 2 K] f8."""
+        switches = self.backward_first, self.split, self.braid
+        return np.array([self.gap, self.wait, *switches, *self.memory, *self.speed], np.float64)
 
 
 class Chain(NamedTuple):
@@ -206,7 +210,7 @@ class Chain(NamedTuple):
     group_at: Any
     """[2, G] u4: its inverse."""
     decoder: Any
-    """[4 + 2 K] f8: a `Decoder`."""
+    """[5 + 2 K] f8: a `Decoder`."""
     best_at: Any
     best_decoder: Any
     """The same of the best plan so far."""

@@ -38,6 +38,7 @@ from mmtrain.planner.search.kernels.arrays import (
     RESERVATION,
     SPLIT,
     SPLITS,
+    WAIT,
     WEIGHT_ALONE_S,
     WEIGHT_S,
     B,
@@ -343,6 +344,23 @@ def _run_backward(
 
 
 @part
+def _waits_until(p: Instance, w: Workspace, wait: float, group_at: Any, rank: Any, position: int, now: float) -> float:
+    """When the inputs of a backward arrive for which a rank's next forward waits; 0: there is none.
+
+    Args: wait: of the decoder. position: of the forward's group.
+    """
+    if wait == 0.0:
+        return 0.0
+    last = now + wait * w.state[p.node_at[rank, group_at[FORWARD, position]], 0]
+    at = w.pending_span[rank, 0]
+    while w.pending_at[rank, at] <= last:
+        if w.pending[rank, at] & 1:
+            return float(w.pending_at[rank, at])
+        at += 1
+    return 0.0
+
+
+@part
 def _run_weight(w: Workspace, rank: Any, block_end: float) -> Any:
     """Runs the first W that is due on a rank; the action. Args: block_end: of its block; 0: it has none."""
     i = w.weights[rank, w.weights_span[rank, 0]]
@@ -351,6 +369,13 @@ def _run_weight(w: Workspace, rank: Any, block_end: float) -> Any:
     w.load[1, rank] -= w.state[i, 2]  # at least: as a part of a whole backward it would not take longer
     w.reserved[rank] -= w.state[i, HELD_W]
     return 4 * i + W
+
+
+@small
+def _fills(w: Workspace, gap: float, rank: Any, idle_s: float) -> bool:
+    """Whether a W is due that may run while the rank would otherwise be idle."""
+    head = w.weights_span[rank, 0]
+    return bool(head < w.weights_span[rank, 1] and idle_s >= gap * w.state[w.weights[rank, head], ALONE])
 
 
 @part
@@ -364,10 +389,7 @@ def _next_start(p: Instance, w: Workspace, group_at: Any, gap: float, rank: Any,
         if _has_room(w.footprint, w.reserved, p.room, reservation, rank):
             return end
     arrival = w.pending_at[rank, w.pending_span[rank, 0]]
-    head = w.weights_span[rank, 0]
-    if head < w.weights_span[rank, 1] and arrival - end >= gap * w.state[w.weights[rank, head], ALONE]:
-        return end
-    return arrival
+    return end if _fills(w, gap, rank, arrival - end) else arrival
 
 
 @part
@@ -465,8 +487,15 @@ def decode(
             action = _run_backward(p, w, at, group_at, decoder, rank, backward, 0.0, queued, done)
             remaining -= 1
         elif position < none:
-            action = _run_forward(p, w, at, group_at, rank, position, waits, 0.0, queued, done)
-            remaining -= 1
+            until = _waits_until(p, w, decoder[WAIT], group_at, rank, position, now)
+            if until > 0.0 and not _fills(w, decoder[GAP], rank, until - now):
+                next_start[rank] = until
+                continue
+            if until > 0.0:
+                action = _run_weight(w, rank, 0.0)
+            else:
+                action = _run_forward(p, w, at, group_at, rank, position, waits, 0.0, queued, done)
+                remaining -= 1
         elif weights_span[rank, 0] < weights_span[rank, 1]:
             action = _run_weight(w, rank, 0.0)
         else:  # what arrived still waits for memory
