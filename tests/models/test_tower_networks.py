@@ -20,9 +20,9 @@ KINDS = ("clip", "siglip")
 TOWERS = list(itertools.product(KINDS, ("vision", "language")))
 CUTS = [(0, None), (0, 3, None), (0, 1, -1, None)]
 """Borders of the chunks, among them one behind the embedding and one before the last layer."""
-TOLERANCES = {torch.float32: 3e-5, torch.float64: 5e-14}
-"""Of embeddings and gradients, relative to the largest of each. Measured: at most 1.1e-5 and 2.1e-14, of a
-bias of keys, whose exact gradient is 0."""
+TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-14}
+"""Of embeddings and gradients, relative to the largest of each and a hundredth of the largest of all. Measured: at most
+3.2e-6 and 2.8e-15, of a bias of keys, whose exact gradient is 0."""
 
 
 def started(model, module: str, cut: tuple[int | None, ...], dtype: torch.dtype = torch.float32) -> list[nn.Module]:
@@ -106,7 +106,7 @@ def test_embeddings_and_gradients_are_those_of_transformers(kind, module, cut, d
     compared |= {name: (p.grad, theirs[name].grad) for name, p in values_of(chunks).items()}
     largest = max(float(their.abs().max()) for _, their in compared.values())
     for name, (our, their) in compared.items():
-        error = float((our - their).abs().max() / (their.abs().max() + 1e-3 * largest))
+        error = float((our - their).abs().max() / (their.abs().max() + 1e-2 * largest))
         assert error < TOLERANCES[dtype], (name, error)
 
 
