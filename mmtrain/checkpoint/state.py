@@ -55,6 +55,8 @@ class TrainState:
     """Samples seen by all replicas; None: not known, of a checkpoint from before they were counted."""
     loader_before: dict[str, Any] = field(default_factory=dict)
     """State of the loader before the last step; empty: not known, or there is none."""
+    costs: dict[str, Any] = field(default_factory=dict)
+    """What was learned of the seconds of actions, as of `LearnedCosts.to_dict`; empty: nothing."""
     validated: Validated = field(default_factory=Validated)
     """The validations up to the step."""
 
@@ -128,6 +130,7 @@ class TrainState:
             "tokens": self.tokens,
             "settings": dict(self.settings),
             "memory": dict(self.memory),
+            "costs": dict(self.costs),
             "clips": self.clips,
             "skipped": self.skipped,
             "samples": self.samples,
@@ -148,6 +151,7 @@ class TrainState:
 
 _SINCE_LATER: dict[str, Any] = {
     "memory": dict | None,
+    "costs": dict | None,
     "clips": int | None,
     "skipped": int | None,
     "samples": int | None,

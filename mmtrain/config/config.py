@@ -287,6 +287,12 @@ def check(config: Config) -> None:
         checkpoint=config.checkpoint,
         comm=config.comm,
     )
+    if config.planner.learn_costs and (config.elastic.enable or config.parallelism.pipelines):
+        other = "elastic.enable = true" if config.elastic.enable else "parallelism.pipelines"
+        raise ConfigError(
+            f"planner.learn_costs = true with {other}: what is learned of a pipeline rank holds for pipelines of one "
+            "depth; remove one of them"
+        )
     each_pipeline(config, _check_planner)
 
 

@@ -97,6 +97,10 @@ class PlannerConfig:
     flops_per_s."""
     profile: FilePath = ""
     """File that `mmtrain profile` wrote: costs are what it measured, whatever `hardware` says; empty: none."""
+    learn_costs: bool = False
+    """Let each step's measured seconds correct the costs of later ones, by module, pipeline rank, and forward, input or
+    weight gradient. Plans then depend on measurements: two runs of one config have other plans and, up to rounding,
+    the same losses."""
     noise: float = 0.0
     """Deviation of the actual seconds of an action from the modelled ones, as a part of them, that searched plans have
     to bear; with a profile what it measured counts instead. 0: none."""

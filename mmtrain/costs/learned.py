@@ -25,6 +25,9 @@ WEIGHT = 0.3
 MOST_CHANGE = 2.0
 """A step counts as if its seconds were at most so many times the learned ones, and at least that part."""
 
+COST_ERRORS = ("cost_error", "cost_error_unlearned")
+"""Metrics of `mean_error`."""
+
 Floats = NDArray[np.float64]
 
 
@@ -39,7 +42,7 @@ class Jump(NamedTuple):
 
     def __str__(self) -> str:
         """As in the log."""
-        return f"{self.kind.name} of {self.module} on pp_rank {self.pp_rank} took {self.ratio:.3g} times as long"
+        return f"{self.kind} of {self.module} on pp_rank {self.pp_rank} took {self.ratio:.3g} times as long"
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +155,8 @@ def step_seconds(
         if action.kind not in (Kind.F, Kind.B, Kind.I, Kind.W):
             continue  # blocks, of which no part has seconds of its own, and instructions
         work = graph.work_of(action)
-        option, place = plan.option(problem, action.stage, work), (graph.works[work].module, graph.stage_rank[action.stage])
+        option = plan.option(problem, action.stage, work)
+        place = graph.works[work].module, graph.stage_rank[action.stage]
         planned_s = option.duration_s(action.kind)
         shares = {action.kind: 1.0}
         if action.kind is Kind.B:  # by the seconds of its parts
@@ -168,13 +172,14 @@ def mean_error(seconds: Floats, factors: Floats) -> tuple[float, float]:
     """How far modelled seconds are from measured ones, with the factors and without any, as a part of the measured; NaN
     if nothing was measured.
 
-    Without factors the modelled seconds are first made equal to the measured ones in all: only ratios matter to a plan.
+    Both are first made equal to the measured ones in all: only ratios matter to a plan, and the speed of a machine may
+    change from step to step.
 
     Args: seconds: as of `step_seconds`.
     """
     measured, modelled = seconds[..., 0], seconds[..., 1]
     if not measured.sum() or not modelled.sum():
         return math.nan, math.nan
-    scaled = modelled * measured.sum() / modelled.sum()
-    learned, unlearned = (float(np.abs(given - measured).sum() / measured.sum()) for given in (factors * modelled, scaled))
+    parts = [given / given.sum() - measured / measured.sum() for given in (factors * modelled, modelled)]
+    learned, unlearned = (float(np.abs(part).sum()) for part in parts)
     return learned, unlearned

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from mmtrain.costs.learned import Floats, corrected
 from mmtrain.errors import ConfigError, PlanError
 from mmtrain.modality.metadata import IterationMeta, without_deferral
 from mmtrain.planner.batching import Batching, check_conservation, make_batching
@@ -56,6 +57,8 @@ class IterationPlanner:
     """[pp_rank] -> bytes that activations may take; None: those of the job."""
     widest_limits: Sequence[float | None] | None = None
     """[pp_rank] -> bytes before any margin has grown, for batches that exceed `activation_limits`; None: no others."""
+    factors: Floats | None = None
+    """[module, pp_rank, part] of the seconds of the job's costs, as of `LearnedCosts`; None: they are as modelled."""
 
     def problem(
         self, meta: IterationMeta, *, forward_only: bool = False, searched: bool = False
@@ -93,6 +96,8 @@ class IterationPlanner:
                 forward_only=forward_only,
                 limits=limits,
             )
+            if self.factors is not None:
+                problem = corrected(problem, self.factors)
             problem = job.schedule.with_instructions(problem)
             oversize = oversize_pairs(problem)
             if not oversize:
@@ -114,7 +119,8 @@ class IterationPlanner:
         else:
             if iteration.first.has_plan or self.widest_limits is None:
                 return iteration
-        return IterationPlanner(self.job, self.widest_limits)._within(meta, forward_only, searched)
+        widest = replace(self, activation_limits=self.widest_limits, widest_limits=None)
+        return widest._within(meta, forward_only, searched)
 
     def _within(self, meta: IterationMeta, forward_only: bool, searched: bool) -> Iteration:
         """An iteration within `activation_limits`."""

@@ -226,6 +226,14 @@ def _pipeline_charts(runs: Sequence[Run], modules: Sequence[str]) -> list[Chart]
                 _Curve(label="lower bound", of="plan_lower_bound_s", colour=GREY, dash=1),
             ],
         ),
+        _chart(
+            runs, "Error of costs", "%", "How far the seconds of a module's actions on a rank are from their costs, "
+            "made as long in all, as a part of all: learned ones, and as modelled (planner.learn_costs).",
+            [
+                _Curve(label="learned", of="cost_error", scale=100),
+                _Curve(label="modelled", of="cost_error_unlearned", colour=GREY, scale=100),
+            ],
+        ),
     ]  # fmt: skip
 
 

@@ -198,6 +198,10 @@ METRICS: tuple[Metric, ...] = (
     Metric(name="planned_makespan_s", unit="s", tag="pipeline/makespan_planned(s)", on_page=True),
     Metric(name="makespan_ratio", tag="pipeline/makespan_ratio",
            of=lambda v: _ratio(v["makespan_s"], v["planned_makespan_s"]), on_page=True),
+    Metric(name="cost_error", note="how far seconds of a module's actions on a rank are from their learned costs, "
+           "made as long in all, as a part of all", tag="planner/cost_error(%)", scale=100, on_page=True),
+    Metric(name="cost_error_unlearned", note="the same of costs as modelled",
+           tag="planner/cost_error_unlearned(%)", scale=100, on_page=True),
     Metric(name="compute_s_{}", unit="s", note="of the actions of all pipeline ranks", tag="modality/{}/compute(s)",
            on_page=True),
     Metric(name="tflops_{}", unit="TFLOP/s", note="a pipeline rank while its actions run", tag="modality/{}/tflops",

@@ -5,7 +5,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mmtrain.checkpoint.state import NamedTensors, TrainState
 from mmtrain.config.config import Config
+from mmtrain.costs.learned import COST_ERRORS, MOST_CHANGE, Floats, LearnedCosts, mean_error, step_seconds
 from mmtrain.errors import TrainingError
 from mmtrain.launch.launched import Launched
 from mmtrain.launch.stop_signals import StopSignals
@@ -43,7 +44,7 @@ from mmtrain.parallel.placement import Placement
 from mmtrain.parallel.planning import PendingPlan, Planned
 from mmtrain.parallel.replica_data import Item
 from mmtrain.parallel.runtime import StepOutcome
-from mmtrain.planner.iteration import IterationPlan
+from mmtrain.planner.iteration import IterationPlan, IterationPlanner
 from mmtrain.planner.job import Job
 from mmtrain.planner.plan import Search
 from mmtrain.training.progress import total_steps, why_ended
@@ -133,6 +134,7 @@ class Steps:
         Args: local: what this rank has of its state, as of `Placement.build`.
         """
         log_start(self.config, self.jobs, device, self._cut_s, again=local is not None)
+        self._learned = LearnedCosts.of(self.job.partition) if self.config.planner.learn_costs else None
         self._memory = JobMemory.budgeted(self.config, self.jobs, device, self.device_memory)
         self._placement = Placement.build(self.config, self.jobs, device, self._search, local)
         self._runner = BatchRunner(
@@ -180,6 +182,8 @@ class Steps:
         self.metrics.record("step_time_s", time.perf_counter() - start)
         self._memory.end_step(step, plan, self.metrics)
         self.state = self.state.with_memory(self._memory.to_dict())
+        if self._learned:
+            self.state = replace(self.state, costs=self._learned.to_dict())
         last = bool(why_ended(self.config, self.state))
         return FinishedStep(**vars(running), outcome=outcome, metrics=self.metrics, last=last), result.stop
 
@@ -217,7 +221,13 @@ class Steps:
         self.metrics.record("tokens", item.meta.num_all_tokens)
         self.metrics.record("clips", item.meta.num_clips)
         self.metrics.record("samples", item.meta.num_samples)
-        reduction = self.metrics.sums(loss=loss_sum, squares=squares, stop=self._stops.number, sources=by_source)
+        learned, seconds = self._learned, torch.empty(0)
+        if learned:
+            factors = learned.at(step)
+            seconds = torch.from_numpy(step_seconds(plan.result.plan, plan.problem, factors, outcome.rows))
+        reduction = self.metrics.sums(
+            loss=loss_sum, squares=squares, stop=self._stops.number, sources=by_source, seconds=seconds
+        )
         reached = ReachedStep(
             step=step, item=item, num_targets=num_targets, outcome=outcome, loss_sum=loss_sum, reduction=reduction
         )
@@ -232,7 +242,22 @@ class Steps:
         self.metrics.record("loss", loss)
         self.metrics.record("grad_norm", norm)
         record_sources(self.metrics, self._sources, totals["sources"])
+        if self._learned:
+            self._learn(reached.step, self._learned, totals["seconds"].numpy())
         return StepResult(loss=loss, grad_norm=norm, stop=bool(totals["stop"]))
+
+    def _learn(self, step: int, learned: LearnedCosts, seconds: Floats) -> None:
+        """Corrects the costs of later steps. Args: seconds: of all ranks, as of `step_seconds`."""
+        for name, value in zip(COST_ERRORS, mean_error(seconds, learned.at(step)), strict=True):
+            self.metrics.record(name, value)
+        self._learned, jumps = learned.after(step, seconds)
+        if jumps and dist.get_rank() == 0:
+            most = max(jumps, key=lambda jump: abs(math.log(jump.ratio)))
+            more = f", and {len(jumps) - 1} more" if len(jumps) > 1 else ""
+            logger.warning(
+                "step %d: %s as its costs had been learned%s; %g times is believed, and more if it stays so",
+                step, most, more, MOST_CHANGE if most.ratio > 1 else 1 / MOST_CHANGE,
+            )  # fmt: skip
 
     def apply(self, reached: ReachedStep, *, alone: bool = False) -> StepResult:
         """The optimizer step of complete gradients, after which the state is the next one. Collective over the job only
@@ -278,7 +303,7 @@ class Steps:
 
         Args: step: names the search's seed and the memory limits.
         """
-        planner = self._memory.limited(self.job, step)
+        planner = self._planner(step)
         with errors_on_all(self.mesh.replicas_group):
             ahead = self.placement.ahead
             if ahead and not forward_only:
@@ -290,7 +315,12 @@ class Steps:
     def _submit(self, step: int, item: Item) -> PendingPlan:
         """Begins to search the plan of a step."""
         assert self.placement.ahead is not None
-        return self.placement.ahead.submit(step, item.meta, self._memory.limited(self.job, step))
+        return self.placement.ahead.submit(step, item.meta, self._planner(step))
+
+    def _planner(self, step: int) -> IterationPlanner:
+        """The planner of a step, with its limits of memory and what is known of costs."""
+        planner = self._memory.limited(self.job, step)
+        return replace(planner, factors=self._learned.at(step)) if self._learned else planner
 
     def _take(self, pending: PendingPlan) -> Planned:
         """The plan that was made while the step before ran, or the first one. Collective over the job."""
@@ -298,6 +328,15 @@ class Steps:
         assert ahead is not None
         with errors_on_all(self.mesh.replicas_group):
             return ahead.take(pending, self.config.planner.patience_s)
+
+    def _resume_costs(self) -> None:
+        """Goes on with the costs that the run of the state had learned, if they are of such a job."""
+        if self._learned and self.state.costs:
+            try:
+                self._learned = self._learned.resumed(self.state.costs)
+            except ValueError as error:
+                if dist.get_rank() == 0:
+                    logger.warning("costs are learned anew: those of step %d have %s", self.state.step, error)
 
     def batches(self, until: int) -> Iterator[tuple[Item, PendingPlan | None]]:
         """What the next steps are trained on, up to one of them."""

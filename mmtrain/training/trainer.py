@@ -176,6 +176,7 @@ class Trainer(Steps):
     def take_up(self) -> None:
         """Continues from the state: its margins of memory and its position in the data."""
         self._memory.resume(self.state.memory)
+        self._resume_costs()
         self.items = self.placement.data.training(LoaderState.from_dict(self.state.loader))
 
     def change_layout(self, parallelism: ParallelismConfig) -> None:

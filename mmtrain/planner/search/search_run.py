@@ -164,10 +164,10 @@ class SearchRun:
         orders = [by_component(self.searched, order) for order in component_orders(self.searched)]
         starts = self.arrive(run)
         for _ in range(ROUNDS):
-            best = sorted(starts, key=lambda start: start.cost)[:VARIED]
+            ranked = sorted(starts, key=lambda start: start.cost)
             tried = {start.how for start in starts}
-            hows = [how for start in best for how in _varied(self.searched, start.how) if how not in tried]
-            starts += self._try(run, [(orders[0], how) for how in dict.fromkeys(hows)])
+            varied = dict.fromkeys(how for start in ranked[:VARIED] for how in _varied(self.searched, start.how))
+            starts += self._try(run, [(orders[0], how) for how in varied if how not in tried])
         if self.options.reorder:
             best = [start.how for start in sorted(starts, key=lambda start: start.cost)[:4]]
             starts += self._try(run, [(order, how) for order in orders[1:] for how in best])
