@@ -174,7 +174,7 @@ def _from_file(args: argparse.Namespace) -> Planned:
             ("--segments", args.segments, stages // ranks),
         ):
             if value not in (None, own):
-                raise ConfigError(f"schedule show: {option} {value}, but {path} is for {own}; leave it out, or give that")
+                raise ConfigError(f"schedule show: {option} {value}, but {path} is for {own}; leave it out")
         problem = chain_problem(plan.graph, **chain_costs(args.costs), exchange_s=args.exchange)
     elif args.problem:
         problem = PlanningProblem.read(args.problem)

@@ -67,9 +67,9 @@ def test_show_draws_what_torch_wrote(tmp_path, capsys, form: str) -> None:
     out = shown(capsys, "show", str(file), "--costs", "1,1,1")
     assert out.splitlines()[-1] == shown(capsys, "show", "ZBV", *CHAIN).splitlines()[-1].replace("ZBV", "plan.csv")
     assert shown(capsys, "show", str(file), *CHAIN, "--segments", "2") == out, "the words that `compare` takes"
-    for option, own in (("--pp", 2), ("--microbatches", 3), ("--segments", 2)):
-        line = refused(capsys, "show", str(file), option, "7")
-        assert f"{option} 7, but {file} is for {own}; leave it out, or give that" in line
+    for word, own in (("--pp", 2), ("--microbatches", 3), ("--segments", 2)):
+        line = refused(capsys, "show", str(file), word, "7")
+        assert f"{word} 7, but {file} is for {own}; leave it out" in line
 
 
 def test_orders_as_csv_are_drawn_on_a_problem(tmp_path, capsys) -> None:
