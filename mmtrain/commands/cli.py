@@ -119,6 +119,8 @@ def train_main(argv: Sequence[str] | None = None) -> int:
 
 def _guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
     """The exit status of a command; an error is one line on standard error."""
+    # Each rank and each data worker would repeat what transformers warns of, such as special tokens out of range.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         return run(args)
     except MMTrainError as error:

@@ -3,6 +3,8 @@
 import json
 import re
 import shlex
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,10 +21,11 @@ from mmtrain.commands.answering import Answerer, asked
 from mmtrain.commands.cli import main
 from mmtrain.config import config
 from mmtrain.data.conversations import ReadDocument, make_processor, packed
+from mmtrain.launch.processes import end_with_parent
 from mmtrain.modality.metadata import MicrobatchMeta
 from mmtrain.models.reference import ReferenceModel
 from mmtrain.spec.builders import model_spec
-from tests.strangers import IMAGES, save_stranger
+from tests.strangers import IMAGES, edited, save_stranger
 
 COLOURS = ("red", "green", "blue")
 
@@ -149,6 +152,17 @@ def our_logits(folder: Path) -> torch.Tensor:
     tensors = packed([ReadDocument(document=labelled, pixels=processor.pixels(document))])
     model.microbatch(tensors, MicrobatchMeta(documents=(meta,)), want_predictions=True)
     return torch.cat(logits)
+
+
+@pytest.mark.ranks
+@pytest.mark.nightly
+def test_transformers_warns_of_special_tokens_at_most_once(work):
+    """In processes that load transformers themselves: the command, its two ranks, their data workers."""
+    edited("config.json", lambda values: values["text_config"].update(bos_token_id=151643))(work / "whole")
+    words = ("finetune", "whole", "data.json", "--epochs", "1", "--parallelism.pipeline_parallel_degree=2")
+    command = [sys.executable, "-m", "mmtrain.commands.cli", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, preexec_fn=end_with_parent)
+    assert (done.stdout + done.stderr).count("bos_token_id") <= 1, done.stderr
 
 
 def test_what_is_written_for_fine_tuning(work, capsys):
