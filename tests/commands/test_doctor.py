@@ -1,7 +1,9 @@
 """`mmtrain doctor`: what it reports, and that `train` refuses all that it refuses."""
 
 import json
+import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from mmtrain.commands.cli import main
 from mmtrain.config import config
 from mmtrain.data.processor_check import compare_processors
 from mmtrain.parallel.pair_speeds import measure_pairs, tournament
+from tests.launched import TORCHRUN, Job
 from tests.ranks import run_ranks
 from tests.strangers import CONFIG, TOKENIZER, edited, save_stranger, weights
 
@@ -162,3 +165,29 @@ def test_all_pairs_are_measured_and_the_slowest_is_named():
     assert sorted(pairs) == [(0, 1), (0, 2), (1, 2)] and min(pairs.values()) > 0
     slowest = max(pairs, key=lambda pair: pairs[pair])
     assert f"between rank {slowest[0]} (" in of_ranks[0].lines()[0]
+
+
+@pytest.mark.ranks
+def test_under_torchrun_the_ranks_measure_each_other(work):
+    """As docs/fine_tuning.md says, with a job of two ranks; gloo."""
+    command = (*TORCHRUN, "2", "--no-python", sys.executable, "-m", "mmtrain.commands.cli", "doctor")
+    words = (
+        "--config",
+        str(work / "job.toml"),
+        "--parallelism.pipeline_parallel_degree=2",
+        "--training.global_batch_size=2",
+    )
+    words += (f"--model.pretrained={work}/whole", f"--data.source={work}/data.jsonl")
+    with Job(work, *command, *words) as job:
+        assert job.end() == 0, job.output
+    lines = [line for line in job.output.splitlines() if line.startswith(("ok  ", "warn"))]
+    (config_line,) = (line for line in lines if line.startswith("ok    config: "))
+    assert "partition" in config_line
+    assert any(line.startswith("ok    launcher: rank 0 of 2, which meet at ") for line in lines)
+    assert re.match(
+        r"ok    ranks: 1 pairs of 2 ranks, 8 MiB each way: median [\d.]+ GB/s, slowest [\d.]+ GB/s between "
+        r"rank 0 \(\S+\) and rank 1 \(\S+\)$",
+        lines[-2],
+    )
+    assert re.match(r"ok    ranks: sum of 32 MiB over all ranks: [\d.]+ ms$", lines[-1])
+    assert len(lines) == len(set(lines)), "rank 0 alone reports"
