@@ -1,6 +1,6 @@
 """Writes docs/coming_from.md: python docs/make_coming_from_page.py > docs/coming_from.md"""
 
-from mmtrain.config.foreign_keys import FOREIGN, HUGGING_FACE, LLAMA_FACTORY, SWIFT, TITAN, Ours
+from mmtrain.config.foreign_keys import AUTOMODEL, FOREIGN, HUGGING_FACE, LLAMA_FACTORY, SWIFT, TITAN, Ours
 
 _HEAD = """# Coming from another trainer
 
@@ -26,7 +26,7 @@ def _ours(known: Ours) -> str:
 
 def page() -> str:
     """The whole page."""
-    return "\n\n".join([_HEAD.rstrip(), *map(table, (LLAMA_FACTORY, SWIFT, HUGGING_FACE, TITAN))]) + "\n"
+    return "\n\n".join([_HEAD.rstrip(), *map(table, (LLAMA_FACTORY, SWIFT, AUTOMODEL, HUGGING_FACE, TITAN))]) + "\n"
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from mmtrain.config.data import TokenizerConfig
 from mmtrain.data.tokenizer import load_tokenizer
 from tests import sounds
 from tests.llava import LLAVAS
-from tests.whole_models import TEXT, VISION, whole_model
+from tests.whole_models import VISION, tiny_text, whole_model
 
 KINDS = ("qwen2_vl", "llava", "qwen2_audio")
 CONFIG, TOKENIZER, TOKENS = "config.json", "tokenizer.json", "tokenizer_config.json"
@@ -42,9 +42,10 @@ def save_stranger(folder: Path, kind: str = "qwen2_vl") -> Path:
         config = LlavaConfig(**parts | {"text_config": text}, image_token_index=image)
         LlavaForConditionalGeneration(config).save_pretrained(folder)
     else:
-        text = TEXT | {"vocab_size": 512, "max_position_embeddings": 512, "num_hidden_layers": 2}
+        text = tiny_text(kind, vocab_size=512, max_position_embeddings=512, num_hidden_layers=2)
         windows = {"window_size": 56} if "window_size" in VISION[kind] else {}
-        model = whole_model(kind, text, VISION[kind] | {"patch_size": 14, "depth": 2} | windows, tied=True)
+        deep = {"deepstack_visual_indexes": [0]} if "deepstack_visual_indexes" in VISION[kind] else {}
+        model = whole_model(kind, text, VISION[kind] | {"patch_size": 14, "depth": 2} | windows | deep, tied=True)
         model.config.image_token_id, model.config.video_token_id = image, 511
         model.save_pretrained(folder)
     (folder / IMAGES).write_text(json.dumps(_PROCESSORS.get(kind, _PROCESSORS["qwen2_vl"])))

@@ -42,17 +42,20 @@ _OVERRIDE = re.compile(r"--[\w-]+\.[^\s=]+=")
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser that suggests the nearest name for an unknown command."""
+    """An argument parser that suggests the nearest name for an unknown command or choice."""
 
     def error(self, message: str) -> NoReturn:
         super().error(for_terminal(message))
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if isinstance(action.choices, dict) and value not in action.choices:
-            near = nearest(value, action.choices)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(action.choices)}"
+        choices = action.choices or ()
+        if not choices or value in choices:
+            return
+        near = nearest(str(value), map(str, choices))
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(map(str, choices))}"
+        if isinstance(choices, dict):
             raise argparse.ArgumentError(None, f"there is no command {value!r}; {hint}")
-        super()._check_value(action, value)
+        raise argparse.ArgumentError(action, f"there is no choice {value!r}; {hint}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -116,6 +119,8 @@ def train_main(argv: Sequence[str] | None = None) -> int:
 
 def _guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
     """The exit status of a command; an error is one line on standard error."""
+    # Each rank and each data worker would repeat what transformers warns of, such as special tokens out of range.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         return run(args)
     except MMTrainError as error:

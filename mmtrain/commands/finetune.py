@@ -63,14 +63,11 @@ def _finetune(args: argparse.Namespace) -> int:
         )
     if args.epochs is not None and not args.epochs > 0:
         raise ConfigError(f"finetune: --epochs {args.epochs:g}; it must be above 0")
-    from transformers.utils import logging
-
     from mmtrain.commands.finetune_table import Wanted, prepared
     from mmtrain.commands.job_checks import check_job
     from mmtrain.commands.local_ranks import train_on_ranks
     from mmtrain.launch.folder_owner import owned
 
-    logging.set_verbosity_error()
     out = args.out or Path("outputs", f"{_name(args.model)}-{_name(args.data)}")
     if (out / _MODEL).exists():
         raise ConfigError(f"finetune: {out / _MODEL} is there already; give another --out, or remove it")

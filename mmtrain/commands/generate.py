@@ -77,7 +77,6 @@ def _generate(args: argparse.Namespace) -> int:
 
     from mmtrain.commands.answering import Answerer, Sampling
 
-    logging.set_verbosity_error()
     logging.disable_progress_bar()
     answerer = Answerer.of(args.source, args.step, args.weights)
     sampling = Sampling(

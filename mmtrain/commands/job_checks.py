@@ -41,6 +41,7 @@ def check_inputs(job: Config) -> None:
     check_nodes(job)
     check_files(job.model, job.tokenizer)
     _check_adapters(job.model)
+    _check_programs(job)
 
 
 def _check_adapters(model: ModelConfig) -> None:
@@ -49,3 +50,18 @@ def _check_adapters(model: ModelConfig) -> None:
         from mmtrain.models.adapter_weights import stored_adapters
 
         stored_adapters(model)
+
+
+def _check_programs(job: Config) -> None:
+    """Refuses an own metric that is not there, which is not run here, and operators that torch does not know.
+
+    Raises: ConfigError.
+    """
+    if job.validation.metric:
+        from mmtrain.observe.own_metric import check_metric
+
+        check_metric(job.validation.metric)
+    if job.activation_checkpoint.save_ops:
+        from mmtrain.parallel.activation_memory import saved_ops
+
+        saved_ops(job.activation_checkpoint)

@@ -108,7 +108,7 @@ def _show(args: argparse.Namespace) -> int:
     check_options(args, "show")
     if args.format == "png" and args.out is None:
         raise ConfigError("schedule show: --format png needs --out FILE")
-    planned = _from_file(args) if _is_file(args.name) else planner_of(args)(args.name)
+    planned = _from_file(args) if _brings_iteration(args) else planner_of(args)(args.name)
     if args.format == "json":  # also without a plan
         _write(plan_to_json(planned.result), args.out)
         return 0
@@ -140,8 +140,10 @@ def _summary(name: str, timeline: "Timeline") -> str:
     return f"{name}: makespan {timeline.makespan_s:.4g} s, bubble {100 * timeline.bubble:.1f} %, peak MiB {peaks}"
 
 
-def _is_file(name: str | None) -> bool:
-    return name is not None and name.endswith((".csv", ".json", ".json.gz"))
+def _brings_iteration(args: argparse.Namespace) -> bool:
+    """Whether the name is a plan's file, with what it plans; orders as CSV can be those of a config or problem, too."""
+    name = args.name or ""
+    return name.endswith((".json", ".json.gz")) or (name.endswith(".csv") and not (args.config or args.problem))
 
 
 def _from_file(args: argparse.Namespace) -> Planned:
@@ -158,10 +160,6 @@ def _from_file(args: argparse.Namespace) -> Planned:
 
     path = Path(args.name)
     if path.suffix == ".csv":
-        if args.problem or args.config or args.pp or args.microbatches or args.segments:
-            raise ConfigError(
-                f"schedule show: {path} brings its own chain; of the iteration only --costs and --exchange go with it"
-            )
         try:
             text = path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
@@ -169,6 +167,14 @@ def _from_file(args: argparse.Namespace) -> Planned:
         if _named(path, lambda: has_transfers(text)):
             _named(path, lambda: read_program(text))
         plan = _named(path, lambda: read_plan(text))
+        ranks, stages = plan.graph.num_ranks, len(plan.graph.stage_rank)
+        for option, value, own in (
+            ("--pp", args.pp, ranks),
+            ("--microbatches", args.microbatches, len(plan.graph.works)),
+            ("--segments", args.segments, stages // ranks),
+        ):
+            if value not in (None, own):
+                raise ConfigError(f"schedule show: {option} {value}, but {path} is for {own}; leave it out")
         problem = chain_problem(plan.graph, **chain_costs(args.costs), exchange_s=args.exchange)
     elif args.problem:
         problem = PlanningProblem.read(args.problem)

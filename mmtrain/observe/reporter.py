@@ -132,7 +132,7 @@ class Reporter:
         extra = {} if shuffled is None else {"validation_metrics/loss_shuffled_captions": shuffled}
         self._scalars(
             {"validation_metrics/loss": result.loss, **extra}
-            | {f"validation_metrics/accuracy/{grade}": share for grade, share in shares.items()}
+            | {f"validation_metrics/accuracy{'/' * bool(grade)}{grade}": share for grade, share in shares.items()}
             | {f"validation_metrics/recall/{name}": share for name, share in recall.items()}
             | {f"validation_metrics/loss/{name}": loss for name, loss in losses.items()}
             | {f"validation_metrics/metric/{name}": value for name, value in own.items()},
@@ -221,8 +221,10 @@ def _shares(counts: Mapping[str, tuple[int, int]]) -> dict[str, float]:
 
 
 def _shares_text(what: str, shares: Mapping[str, float]) -> str:
-    """What the log says of shares; empty without any."""
-    text = "".join(f"  {name}{':' * bool(name)} {100 * share:.1f}%" for name, share in shares.items())
+    """What the log says of shares; empty without any. The only one may have no name: of records without grades."""
+    if set(shares) == {""}:
+        return f"  {what}: {100 * shares['']:.1f}%"
+    text = "".join(f"  {name or 'no grade'}: {100 * share:.1f}%" for name, share in shares.items())
     return f"  {what}{text}" if text else ""
 
 

@@ -142,7 +142,13 @@ def _answer_charts(runs: Sequence[Run]) -> list[Chart]:
         _chart(
             runs, "Answers right", "%", "Of held-out questions, by grade.",
             [
-                _Curve(label=grade, of=_validation_share("accuracy", grade), colour=_hue(i), scale=100, validation=True)
+                _Curve(
+                    label=grade or "no grade",
+                    of=_validation_share("accuracy", grade),
+                    colour=_hue(i),
+                    scale=100,
+                    validation=True,
+                )
                 for i, grade in enumerate(_shares(runs, "accuracy"))
             ],
         ),

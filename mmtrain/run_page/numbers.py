@@ -32,7 +32,7 @@ _FAR_OFF: dict[str, tuple[Callable[[float], bool], str]] = {
     ),
     "makespan_ratio": (
         lambda ratio: not 0.5 <= ratio <= 2,
-        "Costs are not calibrated for this machine and its load, so plans do not suit it: run mmtrain profile.",
+        "Costs are not of this machine and its load, so plans do not suit it: run mmtrain profile.",
     ),
     "plan_gap": (lambda gap: gap > 0.1, "The search may find better plans: raise planner.budget_evaluations."),
 }

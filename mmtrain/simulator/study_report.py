@@ -8,6 +8,7 @@ from typing import Any
 from mmtrain.config.config import Config
 from mmtrain.config.topology import JobLayout
 from mmtrain.costs.machine import Machine
+from mmtrain.planner.search_settings import PLANNED
 from mmtrain.simulator.breakdown import label
 from mmtrain.simulator.study import Answer, Report
 
@@ -117,9 +118,11 @@ def _budgets(report: Report) -> list[str]:
 def _faults(report: Report) -> list[str]:
     """One line for each schedule that has no plan or does not fit into the device's memory."""
     faults = []
+    searched = any(answer.schedule == PLANNED and not answer.problem for answer in report.answers)
+    fits = f"; {PLANNED} fits: planner.enable = true trains it" * searched
     for answer in report.answers:
         if answer.problem:
-            faults.append(f"{answer.schedule}: NO PLAN: {answer.problem}")
+            faults.append(f"{answer.schedule}: NO PLAN: {answer.problem}{fits}")
             continue
         rank, peak = answer.most_loaded
         limit = report.machine.memory_bytes

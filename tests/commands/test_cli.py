@@ -209,15 +209,43 @@ def test_no_command_lists_them(capsys):
 
 
 @pytest.mark.parametrize(
+    ("words", "near"),
+    [
+        (["schedule", "show", "1f1b"], "1F1B"),
+        (["schedule", "compare", "zb-h1"], "ZB-H1"),
+        (["schedule", "list", "Interleave"], "interleave"),
+        (["config", "--config", "debug_vlm.toml", "--parallelism.pipeline_parallel_schedule=gpipe"], "GPipe"),
+        (["simulate", "--config", "debug_vlm.toml", "--schedule", "1f1b,planned"], "1F1B"),
+        (["simulate", "--config", "debug_vlm.toml", "--schedule", "Planned"], "planned"),
+        (["simulate", "--config", "debug_vlm.toml", "--cluster", "H800x2"], "h800"),
+        (["simulate", "--config", "debug_vlm.toml", "--workload", "MIX", "--image-side", "112"], "mix"),
+        (["tune", "--config", "debug_vlm.toml", "--cluster", "h800x2", "--schedules", "1f1b"], "1F1B"),
+        (["tune", "--config", "debug_vlm.toml", "--cluster", "h800x2", "--axes", "Memory"], "memory"),
+        (["config", "--config", "Debug_VLM.toml"], "debug_vlm.toml"),
+        (["config", "--config", "debug_vlm.toml", "--Optimizer.lr=1"], "optimizer"),
+        (["config", "--config", "debug_vlm.toml", "--activation_checkpoint.mode=FULL"], "full"),
+        (["config", "--config", "debug_vlm.toml", "--model.language.config.model_type=Qwen2"], "qwen2"),
+    ],
+)
+def test_a_name_in_another_case_gets_a_suggestion(capsys, words, near):
+    assert main(words) == 2
+    line = one_line(capsys)
+    assert re.search(rf"did you mean ['\"]?{near}['\"]?\?", line), line
+
+
+@pytest.mark.parametrize(
     ("words", "hint"),
     [
         (["trian"], "there is no command 'trian'; did you mean 'train'?"),
         (["check_parity", "--config", "x"], "did you mean 'check-parity'?"),
         (["data", "chart"], "there is no command 'chart'; did you mean 'charts'?"),
         (["xyzzy"], "there is no command 'xyzzy'; there are finetune, train, doctor"),
+        (["Train"], "did you mean 'train'?"),
+        (["schedule", "show", "--format", "SVG"], "argument --format: there is no choice 'SVG'; did you mean 'svg'?"),
+        (["generate", "x", "--prompt", "y", "--weights", "old"], "there is no choice 'old'; there are ema, trained"),
     ],
 )
-def test_a_misspelt_command_gets_a_suggestion(capsys, words, hint):
+def test_a_misspelt_command_or_choice_gets_a_suggestion(capsys, words, hint):
     with pytest.raises(SystemExit) as caught:
         main(words)
     assert caught.value.code == 2

@@ -66,6 +66,18 @@ def test_show_draws_what_torch_wrote(tmp_path, capsys, form: str) -> None:
     assert main(["schedule", "show", "ZBV", *CHAIN, "--format", form, "--out", str(file)]) == 0
     out = shown(capsys, "show", str(file), "--costs", "1,1,1")
     assert out.splitlines()[-1] == shown(capsys, "show", "ZBV", *CHAIN).splitlines()[-1].replace("ZBV", "plan.csv")
+    assert shown(capsys, "show", str(file), *CHAIN, "--segments", "2") == out, "the words that `compare` takes"
+    for word, own in (("--pp", 2), ("--microbatches", 3), ("--segments", 2)):
+        line = refused(capsys, "show", str(file), word, "7")
+        assert f"{word} 7, but {file} is for {own}; leave it out" in line
+
+
+def test_orders_as_csv_are_drawn_on_a_problem(tmp_path, capsys) -> None:
+    file, problem = tmp_path / "plan.csv", tmp_path / "problem.json"
+    for form, out in (("csv", file), ("problem", problem)):
+        assert main(["schedule", "show", "ZB-H1", *CHAIN, "--format", form, "--out", str(out)]) == 0
+    of_file = shown(capsys, "show", str(file), "--problem", str(problem))
+    assert of_file == shown(capsys, "show", "ZB-H1", *CHAIN).replace("ZB-H1", str(file))
 
 
 def test_show_draws_a_plan_of_a_problem(tmp_path, capsys) -> None:
@@ -218,7 +230,6 @@ def test_compare_cuts_a_config_s_model_as_each_schedule_wants(job, capsys) -> No
         (["--out", "/nowhere/at/all.txt"], "the folder /nowhere/at does not exist"),
         (["plan.json"], "plan.json is a plan for some problem; name it with --problem FILE"),
         (["nothing.csv"], "nothing.csv: cannot be read: [Errno 2] No such file"),
-        (["plan.csv", "--pp", "2"], "brings its own chain"),
     ],
 )
 def test_show_refuses(capsys, words: list[str], message: str) -> None:

@@ -222,6 +222,24 @@ def test_several_sources_are_seen_by_their_names(tmp_path, capsys, monkeypatch):
     assert scalars[1]["validation_metrics/loss/charts"] == 2.0
 
 
+@pytest.mark.parametrize(
+    ("counts", "text", "tags"),
+    [
+        ({"": (1, 4)}, "accuracy: 25.0%", {""}),
+        ({"": (1, 4), "easy": (1, 2)}, "accuracy  no grade: 25.0%  easy: 50.0%", {"", "/easy"}),
+    ],
+)
+def test_answers_without_a_grade_have_a_name(tmp_path, capsys, monkeypatch, counts, text, tags):
+    setup_logging(0)
+    report = reporter(tmp_path)
+    scalars = []
+    monkeypatch.setattr(report, "_scalars", lambda values, step: scalars.append(values))
+    report.validation(1, Validation(loss=1.0, accuracy=counts))
+    report.close()
+    assert capsys.readouterr().out.splitlines()[0].endswith(f"loss:  1.0000  {text}")
+    assert scalars[0].keys() == {"validation_metrics/loss", *(f"validation_metrics/accuracy{tag}" for tag in tags)}
+
+
 def test_recall_of_pairs_has_its_own_name(tmp_path, capsys, monkeypatch):
     setup_logging(0)
     report = reporter(tmp_path)

@@ -38,7 +38,7 @@ def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 def test_advice_stands_below_the_numbers(window: Browser) -> None:
     advice = window.run("return [...document.querySelectorAll('.advice li')].map((item) => item.textContent)")
-    assert any(text.startswith("measured / planned 4.00 Costs are not calibrated") for text in advice)
+    assert any(text.startswith("measured / planned 4.00 Costs are not of this machine") for text in advice)
     off = window.run("return [...document.querySelectorAll('.tile.off .label')].map((label) => label.textContent)")
     assert len(off) == len(advice) and "measured / planned" in off
 
@@ -62,6 +62,19 @@ def test_a_few_high_values_do_not_flatten_the_loss(window: Browser) -> None:
         f"return [...{first}.querySelectorAll('text[text-anchor=end]:not(.cut)')].map((m) => m.textContent)"
     )
     assert max(map(float, marks)) < 2
+
+
+def test_the_tip_of_an_action_says_that_costs_are_of_another_machine(window: Browser) -> None:
+    """The last step took 4 s instead of 1 s, the one before 1.25 s."""
+    tip = "return document.getElementById('tip').textContent"
+    for before, is_far in (((), True), (("#timeline-before",), False)):
+        for button in before:
+            window.click(button)
+        window.move("#timeline", -400, -30)
+        told = window.run(tip)
+        assert "(measured / planned " in told
+        assert ("planned with costs that are not of this machine and its load: run mmtrain profile" in told) == is_far
+    window.click("#timeline-after")
 
 
 def test_a_planned_timeline_is_stretched_where_it_is_far_from_the_measured_one(window: Browser) -> None:

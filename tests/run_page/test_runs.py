@@ -119,7 +119,7 @@ def test_charts_have_the_numbers_of_the_file(tmp_path):
             "makespan_s": 2.0, "planned_makespan_s": 1.0, "plan_makespan_s": 1.0, "plan_first_makespan_s": 1.25,
             "plan_lower_bound_s": 0.8, "plan_gap": 0.25, "plan_late": 2, "plan_failed": 0, "plan_invalid": 1,
             "memory_predicted_gib": 1.0, "memory_measured_gib": None}  # fmt: skip
-    validation = {"step": 2, "validation_loss": 1.5, "accuracy": {"easy": 0.5}, "recall": {"images@5": 0.25},
+    validation = {"step": 2, "validation_loss": 1.5, "accuracy": {"": 0.25, "easy": 0.5}, "recall": {"images@5": 0.25},
                   "shuffled_captions_loss": 2.5}  # fmt: skip
     lines = [{"step": 1} | STEP | more, {"step": 2} | STEP | more | {"mfu_dit": 0.4}, validation]
     run = read_run(write_run(tmp_path / "run", lines))
@@ -128,7 +128,7 @@ def test_charts_have_the_numbers_of_the_file(tmp_path):
     assert chart(found, "Loss") == {
         "training": [2.0, 2.0], "validation": [1.5], "validation, other captions": [2.5],
     }  # fmt: skip
-    assert chart(found, "Answers right") == {"easy": [50.0]}
+    assert chart(found, "Answers right") == {"no grade": [25.0], "easy": [50.0]}
     assert chart(found, "Pairs found") == {"images@5": [25.0]}
     mfu = chart(found, "Model FLOPs utilisation")
     assert mfu == {"whole step": [10.0] * 2, "vision": [20.0] * 2, "dit": [None, 40.0]}
@@ -203,7 +203,7 @@ FAR_OFF = {
     "bubble": (0.6, "Pipeline ranks are idle for long"),
     "makespan_ratio": (
         2.5,
-        "Costs are not calibrated for this machine and its load, ",
+        "Costs are not of this machine and its load, ",
     ),
     "plan_gap": (0.3, "raise planner.budget_evaluations"),
     "plan_late": (3, "Searches end too late"),
@@ -232,7 +232,7 @@ def test_a_number_that_is_far_off_has_a_sentence(tmp_path, key):
 @pytest.mark.parametrize(("ratio", "far"), [(0.4, True), (0.6, False), (1.9, False), (2.1, True)])
 def test_costs_are_called_wrong_both_ways_from_twofold_on(tmp_path, ratio, far):
     run = read_run(write_run(tmp_path / "run", [{"step": 1} | STEP | WELL | {"makespan_ratio": ratio}]))
-    assert any("not calibrated" in number.advice for number in numbers(run)) is far
+    assert any("not of this machine" in number.advice for number in numbers(run)) is far
 
 
 def test_a_run_without_mfu_shows_its_flops(tmp_path):

@@ -177,6 +177,21 @@ def test_a_schedule_without_a_plan_is_an_answer(capsys):
     assert "\n1F1B " in out
 
 
+def test_a_schedule_without_a_plan_names_the_searched_one_that_fits(capsys):
+    """With a limit that holds only plans that recompute, as a large job without recomputation."""
+    words = ["--planner.activation_memory_gib=0.005"]
+    for asked, status in (
+        (["--schedule", "interleave,planned"], 1),
+        (["--planner.enable=true"], 0),  # the job trains the searched plan
+        (["--schedule", "interleave", "--planner.enable=true"], 1),
+    ):
+        assert main([*DEBUG, *words, *asked]) == status, asked
+        out = capsys.readouterr().out
+        (line,) = (line for line in out.splitlines() if line.startswith("interleave: NO PLAN"))
+        assert "let the planner choose what to recompute (planner.enable)" in line
+        assert line.endswith("planned fits: planner.enable = true trains it") == ("\nplanned " in out)
+
+
 def test_too_much_memory_is_said():
     report = simulate_job(question("planner.hardware=a40x2"))
     assert "OUT OF MEMORY" not in table(report)

@@ -134,7 +134,7 @@ function setUpTimelines() {
   };
   const showStep = () => {
     view.load(runs[runChoice.value].timelines[stepChoice.value]);
-    if (!chosen) stretch.checked = view.apart > 2;
+    if (!chosen) stretch.checked = view.apart;
     view.setStretch(stretch.checked);
     showLegend();
     showSummary();

@@ -49,10 +49,10 @@ class TimelineView {
     this.pitch = data.num_ranks > 16 ? 20 : data.num_ranks > 8 ? 26 : 34;
   }
 
-  /** How many times as long as the other one the longer timeline is. */
+  /** Whether one timeline is more than twice as long as the other: plans have costs of another machine. */
   get apart() {
     const { measured, planned } = this.length;
-    return Math.max(measured / planned, planned / measured);
+    return Math.max(measured / planned, planned / measured) > 2;
   }
 
   setStretch(on) {
@@ -283,6 +283,7 @@ class TimelineView {
       `measured ${seconds(measured)} from ${seconds(action.times.measured[0])}`,
       `planned ${seconds(planned)} from ${seconds(action.times.planned[0])}` +
         (planned > 0 ? ` (measured / planned ${brief(measured / planned)})` : ""),
+      ...(this.apart ? ["planned with costs that are not of this machine and its load: run mmtrain profile"] : []),
       `${action.rows.toLocaleString("en")} rows, ${brief(action.flops / 1e9)} GFLOP` +
         (measured > 0 ? `, ${brief(action.flops / measured / 1e9)} GFLOP/s` : ""),
     ];

@@ -18,7 +18,7 @@ from mmtrain.config.toml_sections import merged_tables, shown
 from mmtrain.config.toml_text import read_toml
 from mmtrain.costs.operators.graph import DeviceKind, OpKind, Phase
 from mmtrain.costs.overheads import NO_OVERHEADS, Overheads
-from mmtrain.errors import ConfigError
+from mmtrain.errors import ConfigError, nearest
 
 FOLDER = Path(__file__).resolve().parents[1] / "hardware"
 """The profiles that come with mmtrain."""
@@ -111,8 +111,10 @@ def load_hardware(name: str) -> Hardware:
     """
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     if not os.path.isfile(path) or name == "defaults":  # false of names that cannot exist, too
+        near = nearest(name, hardware_names())
+        hint = f"; did you mean {near[0]}?" if near else ""
         names = ", ".join(hardware_names())
-        raise ConfigError(f"hardware {shown(name)} does not exist; name one of {names}, or a TOML file")
+        raise ConfigError(f"hardware {shown(name)} does not exist; name one of {names}, or a TOML file{hint}")
     return _hardware(_read(path, ()), path)
 
 

@@ -345,6 +345,7 @@ def too_tight(problem: PlanningProblem, section: PlannerConfig, spec: ModelSpec)
                 key, remedies = f"planner.activation_memory_gib = {section.activation_memory_gib:g}", []
             if all(len(options) == 1 for options in problem.costs):
                 remedies.append("recompute more (activation_checkpoint.mode)")
+                remedies.append("let the planner choose what to recompute (planner.enable)")
             count = 1 + max(work.microbatch for work in problem.graph.works)
             together = min(count, max(module.microbatches or count for module in spec.modules))
             what = "one microbatch"
