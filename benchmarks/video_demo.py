@@ -1,14 +1,15 @@
-"""python benchmarks/video_demo.py [--parts seeds,shuffled,rate] [--one-process]
+"""python benchmarks/video_demo.py [--parts seeds,shuffled] [--one-process]
 
-Does the job of `make train-video` learn, and what does each part of it bring? Trains `configs/debug_square.toml` on the
-easy level of moving shapes, and judges samples by their pixels: 24 of the noise that `mmtrain sample --judge` draws, and
-96 of other noise. The data set is read from the working directory, as `make train-video` leaves it there.
+Does the job of `make train-video` learn, and what does each part of it bring? Trains `configs/debug_square.toml` on
+the easy level of moving shapes, and judges samples by their pixels: 24 of the noise that `mmtrain sample --judge`
+draws, and 96 of other noise. The data set is read from the working directory, as `make train-video` leaves it there.
 
-Parts: `seeds`, three seeds of weights, order and noise of training, each sampled with guidance and without, and with the
-weights of the last step in place of their averages; `shuffled`, the captions of all training clips dealt anew, so that
-they say nothing; `rate`, half and a quarter of the learning rate; `uniform`, without the shift towards noise. Printed
-for each run: CPU seconds of all its processes, minutes, samples that are right in background, colour, direction and
-all, and the validation losses with true and with shuffled captions. Chance is 1 in 12.
+Parts: `seeds`, three seeds of weights, order and noise of training, each sampled with guidance and without, and with
+the weights of the last step in place of their averages; `shuffled`, the captions of training clips dealt anew, so that
+they say nothing; `patches`, square patches in place of whole rows; `shift`, without the shift towards noise; `rate`,
+half and a quarter of the learning rate. Printed for each run: CPU seconds of all its processes, minutes, samples that
+are right in background, colour, direction and all, and the validation losses with true and with shuffled captions.
+Chance is 1 in 12.
 
 Any --section.key=value is passed on to all runs. With --one-process a run has one process and no planner, which has the
 same losses up to rounding; two such runs fit next to each other on two cores.
@@ -48,20 +49,27 @@ class Run:
     """Options of `mmtrain sample`, of each time that its model is judged."""
 
 
+SQUARE = {"patch_size": [4, 3, 3]}
+"""Of `patches`: about as many tokens of about as many numbers."""
 SAMPLED = ((), ("--guidance=1",), ("--guidance=2",), ("--weights=trained",))
 
 
 def runs(parts: Sequence[str], data: Path, folder: Path) -> Iterator[Run]:
     """The runs of some parts. Args: data: folder of the data set. folder: for others."""
-    rate = config.load(CONFIG).optimizer.lr
+    job = config.load(CONFIG)
+    assert job.model.dit is not None
+    rate, dit = job.optimizer.lr, dict(job.model.dit.config)
     if "seeds" in parts:
         yield from (Run(f"seed {seed}", (f"--debug.seed={seed}",), SAMPLED) for seed in range(3))
     if "shuffled" in parts:
         yield Run("shuffled captions", (f"--data.source={shuffled(data, folder / 'shuffled_data')}",))
+    if "patches" in parts:
+        patched = "{" + ", ".join(f"{key} = {json.dumps(value)}" for key, value in (dit | SQUARE).items()) + "}"
+        yield Run("square patches", (f"--model.dit.config={patched}",))
+    if "shift" in parts:
+        yield Run("shift 1", ("--diffusion.shift=1.0",))
     if "rate" in parts:
         yield from (Run(f"rate {rate / divisor:g}", (f"--optimizer.lr={rate / divisor}",)) for divisor in (2, 4))
-    if "uniform" in parts:
-        yield Run("shift 1", ("--diffusion.shift=1.0",))
 
 
 def shuffled(data: Path, folder: Path) -> Path:
@@ -78,7 +86,7 @@ def shuffled(data: Path, folder: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="seeds,shuffled,rate,uniform", help="separated by commas")
+    parser.add_argument("--parts", default="seeds,shuffled,patches,shift,rate", help="separated by commas")
     parser.add_argument("--one-process", action="store_true", help="train without a pipeline and without the planner")
     parser.add_argument("--out", type=Path, help="folder to keep the runs in (default: a temporary one)")
     args, overrides = parser.parse_known_args()

@@ -248,7 +248,7 @@ def test_the_command_and_its_defaults(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_dit_that_has_seen_few_clips_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    few = "the DiT has learned from 1,234 clips since its random weights, so samples will look like noise"
+    few = "the DiT has learned from 1,234 clips since its random weights, so samples will show little"
     for name, state, said in (("few", {"clips": 1234}, [few]), ("many", {"clips": 10**6}, []), ("old", {}, [])):
         caplog.clear()
         sample(run_of(tmp_path / name, state=state), tmp_path / name / "out", wanted(num_steps=1))

@@ -6,8 +6,8 @@ adapters next to their linear layers. FLOPs, parameters and the existence of a b
 `LayerSpec` for one rank.
 
 A DiT's blocks and head run once for all clips of one size whose prompts have as many tokens, see `Operator.each_call`;
-its embedding, of prompts and timesteps above all, is priced as one call. The tp ranks may divide its latent tokens; each
-rank has all text tokens and timesteps.
+its embedding, of prompts and timesteps above all, is priced as one call. The tp ranks may divide its latent tokens;
+each rank has all text tokens and timesteps.
 
 Not included: the exchange of image features before the first language layer, FSDP2's gathers, padding, the copies that
 join a DiT's rows at the end of a chunk, the float32 exchange of the gradients of its shifts and scales, and the gather
