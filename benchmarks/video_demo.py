@@ -51,7 +51,7 @@ class Run:
 
 SQUARE = {"patch_size": [4, 3, 3]}
 """Of `patches`: about as many tokens of about as many numbers."""
-SAMPLED = ((), ("--guidance=1",), ("--guidance=2",), ("--weights=trained",))
+SAMPLED = ((), ("--guidance=1",), ("--guidance=3",), ("--weights=trained",))
 
 
 def runs(parts: Sequence[str], data: Path, folder: Path) -> Iterator[Run]:
