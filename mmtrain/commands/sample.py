@@ -46,7 +46,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "--guidance",
         type=float,
         metavar="W",
-        help="weight of the prompt against no prompt; 1: no guidance, in half of the time (default 3, or 1 if the job "
+        help="weight of the prompt against no prompt; 1: no guidance, in half of the time (default 2, or 1 if the job "
         "hid no captions: diffusion.caption_dropout = 0)",
     )
     parser.add_argument(

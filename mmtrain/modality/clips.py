@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import ClassVar
 
@@ -77,7 +78,8 @@ class Latents(Clips):
     def size(self, module: ModuleSpec, units: Sequence[ClipMeta]) -> WorkSize:
         """Latent tokens, pairs among them, pairs with caption tokens, and latent tokens with a loss."""
         tokens, texts = [clip.num_tokens for clip in units], [clip.num_text_tokens for clip in units]
-        return clips_work(tokens, texts, sum(clip.num_targets for clip in units))
+        buckets = [clip.bucket for clip in units]
+        return clips_work(tokens, texts, sum(clip.num_targets for clip in units), buckets)
 
     def readers(self, module: ModuleSpec) -> tuple[int, ...]:
         """The first stage, which adds noise, and the last, for targets; none if another module makes the latents."""
@@ -86,7 +88,7 @@ class Latents(Clips):
     def of_rank(self, item: WorkItem, parts: int) -> WorkSize:
         """The divided rows of each clip, with all text tokens."""
         rows = sum(share_of(clip.num_tokens, parts) for clip in item.units)
-        return WorkSize(rows=rows, pairs=0, outputs=0, texts=item.size.texts, clips=item.size.clips)
+        return replace(item.size, rows=rows, pairs=0, outputs=0, cross_pairs=0)
 
     def owed(self, units: Sequence[ClipMeta]) -> dict[str, int]:
         """Latent tokens, latent tokens with a loss, caption tokens, and clips."""

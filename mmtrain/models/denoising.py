@@ -18,7 +18,7 @@ from mmtrain.models.batch import document_positions
 from mmtrain.models.chunk import LanguageChunk
 from mmtrain.models.dit import DitChunk
 
-GUIDANCE = 3.0
+GUIDANCE = 2.0
 """Default for a job that trained with hidden captions."""
 NUM_STEPS = 30
 """Default number of calls of the model."""

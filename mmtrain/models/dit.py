@@ -2,8 +2,8 @@
 
 Between two chunks travels one tensor of the DiT's width: the latent tokens of all clips, then the projected text tokens
 of all clips, then `TIME_ROWS` rows a clip. All blocks read text and timesteps, and their gradients come back the same
-way. Attention stays inside of a clip and its own prompt. A block is called once for all clips of one size whose prompts
-have as many tokens, as a batch without padding.
+way. Attention stays inside of a clip and its own prompt. Patch embedding, blocks and head are called once for all clips
+of one size whose prompts have as many tokens, as a batch without padding.
 Tensor-parallel ranks divide the latent tokens of each clip, filled up behind, and all have its text and its timestep;
 of the text encoder's states, which they gather, each brings its rows.
 Behind a VAE the tensor has more columns, which hold the clean latents in the rows of their tokens, and else zeros: the
@@ -132,8 +132,9 @@ class DitChunk(Chunk):
         Raises: DataError: clips, grids, texts, timesteps or targets that disagree.
         """
         self._check_clips(grids, text_lengths)
+        groups = _equal_clips(grids, text_lengths)
         if self.has_embed:
-            parts = self._embed(x, grids, text_lengths, features, timesteps)
+            parts = self._embed(x, groups, grids, text_lengths, features, timesteps)
         else:
             degree = self.row_sharding.degree
             num_tokens = [share_of(math.prod(grid), degree) for grid in grids]
@@ -144,30 +145,24 @@ class DitChunk(Chunk):
                 )
             parts = Conditioned.of(x, num_tokens, text_lengths, self.shape.clean_columns)
         if self.block_indices:
-            parts = parts._replace(tokens=self._through_blocks(parts, grids, text_lengths))
-        return self._head(parts, grids, targets, want_predictions) if self.has_head else parts.joined()
+            parts = parts._replace(tokens=self._through_blocks(parts, groups, grids))
+        return self._head(parts, groups, grids, targets, want_predictions) if self.has_head else parts.joined()
 
-    def _through_blocks(
-        self, parts: Conditioned, grids: tuple[Grid, ...], text_lengths: tuple[int, ...]
-    ) -> list[Tensor]:
+    def _through_blocks(self, parts: Conditioned, groups: Sequence[list[int]], grids: tuple[Grid, ...]) -> list[Tensor]:
         """[1, r, D] of each clip, after all blocks."""
-        batches: dict[tuple[Grid, int], list[int]] = {}
-        for i, key in enumerate(zip(grids, text_lengths, strict=True)):
-            batches.setdefault(key, []).append(i)
         rotary = self._rotary(grids)
-        tokens = {key: torch.cat([parts.tokens[i] for i in clips]) for key, clips in batches.items()}
-        texts = {key: torch.cat([parts.texts[i] for i in clips]) for key, clips in batches.items()}
-        times = {key: parts.times[clips, :-1] for key, clips in batches.items()}
+        tokens = [torch.cat([parts.tokens[i] for i in clips]) for clips in groups]
+        texts = [torch.cat([parts.texts[i] for i in clips]) for clips in groups]
+        times = [parts.times[clips, :-1] for clips in groups]
         for block in self.blocks():
-            for key in batches:
-                tokens[key] = block(tokens[key], texts[key], times[key], rotary[key[0]])
-        order = [i for clips in batches.values() for i in clips]
-        rows = [row for x_NrD in tokens.values() for row in x_NrD.split(1)]
-        return [row for _, row in sorted(zip(order, rows, strict=True), key=lambda pair: pair[0])]
+            for number, clips in enumerate(groups):
+                tokens[number] = block(tokens[number], texts[number], times[number], rotary[grids[clips[0]]])
+        return _of_clips(groups, [list(of_group.split(1)) for of_group in tokens])
 
     def _embed(
         self,
         latents: Sequence[Any],
+        groups: Sequence[list[int]],
         grids: tuple[Grid, ...],
         text_lengths: tuple[int, ...],
         features: Tensor | Mapping[str, Tensor] | None,
@@ -183,12 +178,16 @@ class DitChunk(Chunk):
         assert features is not None and timesteps is not None
         states_TX = self.row_sharding.gather(features)[: sum(text_lengths)]
         weight = self.dit.patch_embedding.weight
-        tokens = [self.dit.patch_embedding(clip[None].to(weight.dtype)).flatten(2).transpose(1, 2) for clip in latents]
+        tokens = []
+        for clips in groups:
+            embedded = self.dit.patch_embedding(torch.stack([latents[i] for i in clips]).to(weight.dtype))
+            rows_NnD = embedded.flatten(2).transpose(1, 2).contiguous()
+            tokens.append(list(self.row_sharding.shard(rows_NnD).split(1)))
         times_N = torch.tensor(list(timesteps), dtype=torch.float32).to(weight.device, non_blocking=True)
         time_ND, projected_N6D, text_1TD, _ = self.dit.condition_embedder(times_N, states_TX[None])
         times = torch.cat([projected_N6D.unflatten(1, (TIME_ROWS - 1, -1)), time_ND[:, None]], dim=1)
         return Conditioned(
-            tokens=[self.row_sharding.shard(clip.contiguous()) for clip in tokens],
+            tokens=_of_clips(groups, tokens),
             texts=list(text_1TD.split(list(text_lengths), dim=1)),
             times=times,
             clean=[self.row_sharding.shard(clip.to(weight.dtype)) for clip in clean],
@@ -223,6 +222,7 @@ class DitChunk(Chunk):
     def _head(
         self,
         parts: Conditioned,
+        groups: Sequence[list[int]],
         grids: tuple[Grid, ...],
         targets: Sequence[Tensor | FromClean | None] | None,
         want_predictions: bool,
@@ -233,28 +233,39 @@ class DitChunk(Chunk):
             have = "no" if targets is None else len(targets)
             raise DataError(f"{self.where}: the head got {have} targets for {len(grids)} clips")
         losses, predictions = [], []
-        for i, (grid, target) in enumerate(zip(grids, targets, strict=True)):
-            count = math.prod(grid)
-            tokens = self.row_sharding.gather(parts.tokens[i])[:, :count]
-            predicted = self._predict(tokens, parts.times[i, -1]).float()
-            if target is not None and not isinstance(target, Tensor):
-                clean = self.row_sharding.gather(parts.clean[i])[:count]
-                target = target(from_patches(clean, grid, self.shape.patch).float())
-            if target is None:
-                losses.append(predicted.sum() * 0.0)
+        for clips in groups:
+            grid = grids[clips[0]]
+            gathered = self.row_sharding.gather(torch.cat([parts.tokens[i] for i in clips]))
+            predicted_NnP = self._predict(gathered[:, : math.prod(grid)], parts.times[clips, -1]).float()
+            wanted = [self._target(parts, grid, i, targets[i]) for i in clips]
+            known = [number for number, target in enumerate(wanted) if target is not None]
+            if known:
+                of_known = predicted_NnP if len(known) == len(clips) else predicted_NnP[known]
+                losses.append(self.loss(of_known, torch.stack([target for target in wanted if target is not None])))
             else:
-                losses.append(self.loss(predicted, self._patches(target.float(), grid, i)))
+                losses.append(predicted_NnP.sum() * 0.0)
             if want_predictions:
-                predictions.append(from_patches(predicted.detach(), grid, self.shape.patch))
+                predictions.append(
+                    [from_patches(of_clip, grid, self.shape.patch) for of_clip in predicted_NnP.detach()]
+                )
         return LossOutput(
-            loss_sum=torch.stack(losses).sum(), predictions=tuple(predictions) if want_predictions else None
+            loss_sum=torch.stack(losses).sum(),
+            predictions=tuple(_of_clips(groups, predictions)) if want_predictions else None,
         )
 
-    def _predict(self, x_1nD: Tensor, time_D: Tensor) -> Tensor:
-        """[n, P]: the head as the whole model has it."""
-        shift, scale = (self.dit.scale_shift_table + time_D).chunk(2, dim=1)
-        x_1nD = (self.dit.norm_out(x_1nD.float()) * (1 + scale) + shift).type_as(x_1nD)
-        return self.dit.proj_out(x_1nD)[0]
+    def _predict(self, x_NnD: Tensor, time_ND: Tensor) -> Tensor:
+        """[N, n, P]: the head as the whole model has it."""
+        shift, scale = (self.dit.scale_shift_table + time_ND[:, None]).chunk(2, dim=1)
+        x_NnD = (self.dit.norm_out(x_NnD.float()) * (1 + scale) + shift).type_as(x_NnD)
+        predicted: Tensor = self.dit.proj_out(x_NnD)
+        return predicted
+
+    def _target(self, parts: Conditioned, grid: Grid, index: int, target: Tensor | FromClean | None) -> Tensor | None:
+        """[n, P]: what the head shall predict of a clip; None: the clip has no loss."""
+        if target is not None and not isinstance(target, Tensor):
+            clean = self.row_sharding.gather(parts.clean[index])[: math.prod(grid)]
+            target = target(from_patches(clean, grid, self.shape.patch).float())
+        return None if target is None else self._patches(target.float(), grid, index)
 
     def _patches(self, clip_CFHW: Tensor, grid: Grid, index: int) -> Tensor:
         """[n, P]: a clip in the order of the head's columns, positions of a patch before channels."""
@@ -300,6 +311,21 @@ class DitChunk(Chunk):
             expected = [self.shape.in_channels, *(g * p for g, p in zip(grid, self.shape.patch, strict=True))]
             if list(clip.shape) != expected:
                 raise DataError(f"{self.where}: the latents of clip {i} are {list(clip.shape)}, not {expected}")
+
+
+def _equal_clips(grids: Sequence[Grid], text_lengths: Sequence[int]) -> list[list[int]]:
+    """The indices of clips of one size whose prompts have as many tokens, ordered by the first clip of each group."""
+    groups: dict[tuple[Grid, int], list[int]] = {}
+    for i, key in enumerate(zip(grids, text_lengths, strict=True)):
+        groups.setdefault(key, []).append(i)
+    return list(groups.values())
+
+
+def _of_clips(groups: Sequence[list[int]], values: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """[clip]: the values of the clips of each group, in the order of the clips."""
+    indices = [i for clips in groups for i in clips]
+    by_clip = dict(zip(indices, (value for of_group in values for value in of_group), strict=True))
+    return [by_clip[i] for i in range(len(by_clip))]
 
 
 def to_patches(clip_CFHW: Tensor, grid: Grid, patch: Grid) -> Tensor:

@@ -21,9 +21,8 @@ from mmtrain.spec.modules import families, shape_of, whole_kind, why_not_whole
 from mmtrain.spec.spec import ModuleSpec
 from mmtrain.spec.vae_shapes import VaeShape
 
-FEW_CLIPS = 32_000
-"""The most that a small DiT with random initial weights was tried with; still none of its samples was right. Source:
-docs/log.md, "Samples that are noise"."""
+FEW_CLIPS = 16_000
+"""With so many a small DiT with random initial weights learns the easiest clips. Source: docs/log.md, Video quality."""
 
 
 def start_lines(
@@ -119,8 +118,8 @@ def high_rate(config: Config) -> str:
 
 
 def few_clips(config: Config, clips: int | None) -> str:
-    """That samples will look like noise, where the DiT began with random weights and has seen few clips since; else
-    the empty string.
+    """That samples will show little, where the DiT began with random weights and has seen few clips since; else the
+    empty string.
 
     Args: clips: that it has learned from; None: not known.
     """
@@ -128,9 +127,9 @@ def few_clips(config: Config, clips: int | None) -> str:
     if dit is None or clips is None or clips > FEW_CLIPS or (dit.pretrained and dit.weights == "pretrained"):
         return ""
     return (
-        f"the DiT has learned from {clips:,} clips since its random weights, so samples will look like noise: of a "
-        f"model as small as that of debug_t2v.toml none was right after {FEW_CLIPS:,} clips (docs/sampling.md); raise "
-        "training.steps, or start from published weights (model.dit.pretrained)"
+        f"the DiT has learned from {clips:,} clips since its random weights, so samples will show little: one square "
+        f"(debug_square.toml) takes {FEW_CLIPS:,}, several shapes (debug_t2v.toml) more than 32,000 "
+        "(docs/sampling.md); raise training.steps, or start from published weights (model.dit.pretrained)"
     )
 
 

@@ -150,12 +150,13 @@ class BatchRunner:
         together, which is where the host waits for a step.
         """
         model, mesh = self.placement.model, self.placement.mesh
-        fill_missing_grads(model.parameters)
-        finish_gradients(model.parameters)
+        parameters = model.parameters  # a walk over all modules
+        fill_missing_grads(parameters)
+        finish_gradients(parameters)
         model.sums.finish()
         # The tied head is counted in the norm where the embedding is.
         skip = model.tied[-1] if model.tied and self.job.partition.tie_ranks[1] == mesh.pp_rank else None
-        squares = squared_norm(model.parameters, mesh, skip=skip)
+        squares = squared_norm(parameters, mesh, skip=skip)
         return self._loss_sum(outcome, squares)
 
 

@@ -5,8 +5,8 @@ it holds an equal part of the rows, and a sublayer costs one all-gather and one 
 backward; or it holds all rows, and a sublayer costs one all-reduce forward, and one backward. Source: Megatron-LM,
 arXiv:2205.05198 and arXiv:1909.08053.
 
-The blocks of a DiT run clip by clip: each rank has a part of the rows of each clip, filled up where the ranks do not
-divide them, and all rows of its text and timestep. No other row reads the padding, and it has no gradient.
+Attention of a DiT stays inside of a clip: each rank has a part of the rows of each clip, filled up where the ranks do
+not divide them, and all rows of its text and timestep. No other row reads the padding, and it has no gradient.
 """
 
 from collections.abc import Iterable, Iterator

@@ -289,15 +289,21 @@ def documents_work(lengths: Iterable[int], num_targets: int, extra_pairs: int = 
     return WorkSize(rows=rows, pairs=pairs, outputs=num_targets)
 
 
-def clips_work(num_tokens: Iterable[int], text_lengths: Iterable[int], num_targets: int) -> WorkSize:
+def clips_work(
+    num_tokens: Sequence[int], text_lengths: Sequence[int], num_targets: int, buckets: Sequence[object] | None = None
+) -> WorkSize:
     """The size of a work of clips for a DiT; attention stays inside of a clip and its own prompt.
 
-    Args: num_tokens, text_lengths: latent and text tokens of each clip. num_targets: latent tokens with a loss.
+    Args:
+        num_tokens, text_lengths: latent and text tokens of each clip.
+        num_targets: latent tokens with a loss.
+        buckets: size of each clip; None: clips of as many tokens have one size.
     """
     total = ZERO_WORK
     for rows, texts in zip(num_tokens, text_lengths, strict=True):
         total += WorkSize(rows=rows, pairs=rows * rows, outputs=0, cross_pairs=rows * texts, texts=texts, clips=1)
-    return replace(total, outputs=num_targets)
+    calls = len({*zip(num_tokens if buckets is None else buckets, text_lengths, strict=True)})
+    return replace(total, outputs=num_targets, calls=calls)
 
 
 def frames_work(module: ModuleSpec, latents: Iterable[tuple[int, int, int]]) -> WorkSize:

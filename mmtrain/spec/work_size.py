@@ -29,6 +29,8 @@ class WorkSize:
     """Text tokens in addition to the rows."""
     clips: int = 0
     """Video clips, each with its own timestep."""
+    calls: int = 0
+    """Groups of clips of one size whose prompts have as many tokens: a DiT's layers run once for each."""
 
     def __add__(self, other: "WorkSize") -> "WorkSize":
         return WorkSize(
@@ -39,6 +41,7 @@ class WorkSize:
             cross_pairs=self.cross_pairs + other.cross_pairs,
             texts=self.texts + other.texts,
             clips=self.clips + other.clips,
+            calls=self.calls + other.calls,
         )
 
 
@@ -49,7 +52,7 @@ ZERO_WORK = WorkSize(rows=0, pairs=0, outputs=0)
 
 
 class Rates(NamedTuple):
-    """A linear function of a work's size: a constant, and a coefficient for each count of a `WorkSize`."""
+    """A linear function of a work's size: a constant, and a coefficient for each count of a `WorkSize` but `calls`."""
 
     fixed: float = 0.0
     row: float = 0.0

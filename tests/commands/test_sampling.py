@@ -167,7 +167,7 @@ def test_images_a_sheet_and_how_they_were_made(tmp_path: Path) -> None:
     made = sample(run, tmp_path / "out", wanted(frames=6, num_samples=2, seed=3))
     names = ["01-a-large-red-circle-moves-right-1", "01-a-large-red-circle-moves-right-2", "02-two-small-squares-1"]
     assert made.files == (*(f"{name}.gif" for name in (*names, "02-two-small-squares-2")), "sheet.png")
-    assert (made.shape, made.guidance) == ((3, 6, 4, 6), 3.0)
+    assert (made.shape, made.guidance) == ((3, 6, 4, 6), 2.0)
     with Image.open(tmp_path / "out" / made.files[0]) as moving:
         assert moving.size == (96, 64)  # 6 x 4 pixels, enlarged
         shown_ms = sum(frame.info["duration"] for frame in ImageSequence.Iterator(moving))
@@ -177,7 +177,7 @@ def test_images_a_sheet_and_how_they_were_made(tmp_path: Path) -> None:
         assert page.height >= 4 * 64
     record = json.loads((tmp_path / "out/samples.json").read_text())
     assert record["shape"] == [3, 6, 4, 6]
-    assert (record["step"], record["seed"], record["num_steps"], record["guidance"]) == (4, 3, 4, 3.0)
+    assert (record["step"], record["seed"], record["num_steps"], record["guidance"]) == (4, 3, 4, 2.0)
     assert [clip["prompt"] for clip in record["clips"]] == [PROMPTS[0]] * 2 + [PROMPTS[1]] * 2
     assert all((tmp_path / "out" / clip["file"]).is_file() for clip in record["clips"])
     assert sorted(files(tmp_path / "out")) == sorted([*made.files, "samples.json"])
@@ -185,7 +185,7 @@ def test_images_a_sheet_and_how_they_were_made(tmp_path: Path) -> None:
 
 def test_equal_arguments_give_equal_bytes_and_other_ones_do_not(tmp_path: Path) -> None:
     run = run_of(tmp_path)
-    for name, changes in {"one": {}, "again": {}, "seed": {"seed": 1}, "guidance": {"guidance": 2.0}}.items():
+    for name, changes in {"one": {}, "again": {}, "seed": {"seed": 1}, "guidance": {"guidance": 3.0}}.items():
         sample(run, tmp_path / name, wanted(**changes))
     clip = "01-a-large-red-circle-moves-right.gif"
     assert files(tmp_path / "one") == files(tmp_path / "again")
@@ -238,7 +238,7 @@ def test_the_command_and_its_defaults(tmp_path: Path, capsys: pytest.CaptureFixt
     words = ["sample", str(run), "--prompt", PROMPTS[0], "--num-steps", "2"]
     assert main(words) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith(f"{run}/samples: step 4, 1 clip of 8 frames of 12 x 8, 2 steps, guidance 3\n")
+    assert shown.startswith(f"{run}/samples: step 4, 1 clip of 8 frames of 12 x 8, 2 steps, guidance 2\n")
     assert shown.count("\n") == 3
     assert (run / "samples/01-a-large-red-circle-moves-right.gif").read_bytes().startswith(b"GIF")
     assert main([*words, "--step", "2", "--guidance", "1", "--out", str(tmp_path / "two"), "--frames", "4"]) == 0
@@ -248,7 +248,7 @@ def test_the_command_and_its_defaults(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_dit_that_has_seen_few_clips_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    few = "the DiT has learned from 1,234 clips since its random weights, so samples will look like noise"
+    few = "the DiT has learned from 1,234 clips since its random weights, so samples will show little"
     for name, state, said in (("few", {"clips": 1234}, [few]), ("many", {"clips": 10**6}, []), ("old", {}, [])):
         caplog.clear()
         sample(run_of(tmp_path / name, state=state), tmp_path / name / "out", wanted(num_steps=1))
@@ -269,8 +269,8 @@ def test_latents_are_called_latents(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_a_job_that_hid_no_captions_has_no_guidance_by_itself(tmp_path: Path) -> None:
     run = run_of(tmp_path, diffusion=DiffusionConfig(caption_dropout=0.0))
     assert sample(run, tmp_path / "one", wanted()).guidance == 1
-    assert sample(run, tmp_path / "two", wanted(negative="a cross")).guidance == 3
-    assert sample(run, tmp_path / "three", wanted(guidance=2.0)).guidance == 2
+    assert sample(run, tmp_path / "two", wanted(negative="a cross")).guidance == 2
+    assert sample(run, tmp_path / "three", wanted(guidance=3.0)).guidance == 3
 
 
 @pytest.mark.parametrize(("given", "frames"), [([], 8), ([16], 16), ([4, 16], 4), ([2, 10, 12], 10)])

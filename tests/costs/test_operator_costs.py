@@ -365,13 +365,16 @@ def test_a_vae_takes_longer_than_its_flops_at_the_peak_and_as_long_on_every_rank
     assert seconds[0] == seconds[1]
 
 
-def test_a_dit_runs_one_clip_after_another() -> None:
+def test_a_dit_runs_once_for_equal_clips_and_else_one_clip_after_another() -> None:
     found, dit = dit_costs()
     clip = clips_work([2048], [64], 2048)
     four = clips_work([2048] * 4, [64] * 4, 4 * 2048)
+    differ = clips_work([2048] * 4, [64] * 4, 4 * 2048, buckets=["16:9", "9:16", "4:3", "3:4"])
+    assert (clip.calls, four.calls, differ.calls) == (1, 1, 4)
     for layer in (1, len(dit.layers) - 1):
         one = found.layer(dit, layer, clip, input_grad=True)
-        all_of_them = found.layer(dit, layer, four, input_grad=True)
-        assert total(all_of_them) == pytest.approx(4 * total(one))
+        assert total(found.layer(dit, layer, differ, input_grad=True)) == pytest.approx(4 * total(one))
+        together = total(found.layer(dit, layer, four, input_grad=True))
+        assert total(one) < together < 4 * total(one)
     # The embedding of prompts and timesteps is one call.
     assert total(found.layer(dit, 0, four, input_grad=True)) < 4 * total(found.layer(dit, 0, clip, input_grad=True))

@@ -127,7 +127,7 @@ class Clips:
     def size(self) -> WorkSize:
         """What they ask of a DiT."""
         tokens = [math.prod(grid) for grid in self.grids]
-        return clips_work(tokens, self.text_lengths, sum(tokens))
+        return clips_work(tokens, self.text_lengths, sum(tokens), self.grids)
 
     @property
     def common(self) -> dict[str, Any]:

@@ -106,12 +106,17 @@ def test_a_description_is_not_inherited(tmp_path):
 def test_a_dit_that_has_seen_few_clips_since_random_weights_is_named():
     job = config.load("debug_t2v.toml")
     said = few_clips(job, 4_012)
-    assert "learned from 4,012 clips since its random weights, so samples will look like noise" in said
-    assert "32,000 clips" in said and "raise training.steps, or start from published weights" in said
+    assert "learned from 4,012 clips since its random weights, so samples will show little" in said
+    assert (
+        "(debug_square.toml) takes 16,000" in said and "raise training.steps, or start from published weights" in said
+    )
     assert "\n" not in said
     assert few_clips(job, FEW_CLIPS)
     assert not few_clips(job, FEW_CLIPS + 1)
     assert not few_clips(job, None), "a checkpoint that does not say"
+    square = config.load("debug_square.toml")
+    of_step = square.training.global_batch_size * square.data.max_clips
+    assert not few_clips(square, square.training.steps * of_step), "the demo ends above it"
     assert not few_clips(config.load("debug_vlm.toml"), 100)
     published = ["--model.dit.config={}", "--model.dit.pretrained=models/wan"]
     assert not few_clips(config.load("debug_t2v.toml", published), 100)

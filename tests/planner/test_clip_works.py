@@ -57,7 +57,7 @@ def test_text_works_come_first_and_each_feeds_one_dit_work() -> None:
     assert samples == [[0], [1, 2], [0], [1, 2], [3], [3]]
     assert batching.sizes[1] == WorkSize(rows=10, pairs=6 * 7 // 2 + 4 * 5 // 2, outputs=10)
     assert batching.sizes[3] == WorkSize(
-        rows=12, pairs=4 * 4 + 8 * 8, outputs=12, cross_pairs=4 * 6 + 8 * 4, texts=10, clips=2
+        rows=12, pairs=4 * 4 + 8 * 8, outputs=12, cross_pairs=4 * 6 + 8 * 4, texts=10, clips=2, calls=2
     )
     check_conservation(META, batching)
 
@@ -74,6 +74,14 @@ def test_works_have_equal_flops() -> None:
     meta = iteration((clip(0, 8), *(clip(i) for i in range(1, 5))))
     batching = make_batching(meta, SPEC, 3)
     assert [len(item.units) for item in batching.items] == [1, 4, 1, 4]
+
+
+def test_clips_of_one_bucket_and_length_of_prompt_are_one_call_of_a_dit() -> None:
+    (size,) = make_batching(iteration((clip(0), clip(1), clip(2, 1, 6), clip(3, 2))), SPEC).sizes[1:]
+    assert (size.clips, size.calls) == (4, 3)
+    turned = [replace(clip(0), height=2, width=4), replace(clip(1), height=4, width=2)]
+    (size,) = make_batching(iteration(turned), SPEC).sizes[1:]
+    assert (size.clips, size.calls) == (2, 2), "of as many tokens, but in other rows"
 
 
 def test_a_blank_clip_is_computed_but_has_no_loss() -> None:

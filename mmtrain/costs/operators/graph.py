@@ -117,9 +117,9 @@ class Operator:
     """Sizes of a product; None: it runs at the full rate of its kind."""
     launches: int = 1
     """Kernels or messages, each of which has a fixed cost."""
-    each_clip: bool = False
-    """Whether it runs for one clip after another: amounts are sums over all clips, but launches, `fixed` amounts and
-    the shape of a product are those of one clip."""
+    each_call: bool = False
+    """Whether it runs for one group of equal clips after another (`WorkSize.calls`): amounts are sums over all of them,
+    but launches, `fixed` amounts and the shape of a product are those of one call."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

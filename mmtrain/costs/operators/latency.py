@@ -1,8 +1,8 @@
 """The seconds of an operator on some hardware. Pure.
 
 They are the maximum of the times of compute, memory accesses and sending, each at the fraction of its peak rate that
-operators of this kind reach, plus a fixed time for each launch, for one call or for each clip (as if all clips were
-equally long):
+operators of this kind reach, plus a fixed time for each launch, for one call or for each call of a DiT's layer (as if
+all of them had as many rows):
 
     max(N_fop / (F e_fop), N_mem / (B_mem e_mem), N_net / (B_net e_net)) + launches x fixed
 
@@ -113,7 +113,7 @@ class _Compiled:
             ]
         )
         """[compute, memory, network; operators; counts of a work]: seconds at the best rates."""
-        self._each_clip = np.array([op.each_clip for op in ops], dtype=bool)
+        self._each_call = np.array([op.each_call for op in ops], dtype=bool)
         per_launch = [hardware.launch_s if op.device.kind.computes else links[op.device.kind].latency_s for op in ops]
         self._fixed = np.array([op.launches * s for op, s in zip(ops, per_launch, strict=True)], dtype=np.float64)
         self._tiles = hardware.tiles
@@ -127,9 +127,9 @@ class _Compiled:
         if last is not None and last[0] == size:
             return last[1]
         seconds = self._seconds(values(size))
-        if size.clips > 1 and self._each_clip.any():
-            of_one = self._seconds(values(size, of=size.clips))
-            seconds[self._each_clip] = size.clips * of_one[self._each_clip]
+        if size.calls > 1 and self._each_call.any():
+            of_one = self._seconds(values(size, of=size.calls))
+            seconds[self._each_call] = size.calls * of_one[self._each_call]
         self._last = (size, seconds)
         return seconds
 

@@ -5,9 +5,9 @@ or whole between the layers (`families/tensor_table.py`), keys and values gather
 adapters next to their linear layers. FLOPs, parameters and the existence of a backward agree with the layer's
 `LayerSpec` for one rank.
 
-A DiT's head runs for one clip after another, see `Operator.each_clip`. So do its blocks here, as they run for clips
-that differ in size or length of prompt; equal ones run as one batch, which takes less time. The tp ranks may divide its
-latent tokens; each rank has all text tokens and timesteps.
+A DiT's blocks and head run once for all clips of one size whose prompts have as many tokens, see `Operator.each_call`;
+its embedding, of prompts and timesteps above all, is priced as one call. The tp ranks may divide its latent tokens;
+each rank has all text tokens and timesteps.
 
 Not included: the exchange of image features before the first language layer, FSDP2's gathers, padding, the copies that
 join a DiT's rows at the end of a chunk, the float32 exchange of the gradients of its shifts and scales, and the gather
@@ -42,8 +42,8 @@ class LayerDescriber(DescribedModule):
 
     def tape(self, layer: LayerSpec, *, input_grad: bool) -> Tape:
         """The tape of one layer, forward and backward, with its parameters. Arguments: see `graph`."""
-        each_clip = isinstance(self.shape, DitShape) and layer.name != "embed"
-        tape = Tape(dtype_bytes=self.dtype_bytes, compute=self.compute, each_clip=each_clip)
+        each_call = isinstance(self.shape, DitShape) and layer.name != "embed"
+        tape = Tape(dtype_bytes=self.dtype_bytes, compute=self.compute, each_call=each_call)
         if isinstance(self.shape, DitShape):
             tape.backward(DitLayer(self, self.shape, tape, layer, input_grad).build())
         elif isinstance(self.shape, VaeShape):

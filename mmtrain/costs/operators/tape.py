@@ -52,9 +52,9 @@ Gradients = Callable[[int], Mapping[Var, int]]
 class Tape:
     """Collects the operators and tensors of one rank."""
 
-    def __init__(self, *, dtype_bytes: int = 2, compute: DeviceKind = DeviceKind.GPU, each_clip: bool = False) -> None:
-        """Args: each_clip: operators run for one clip after another."""
-        self.each_clip = each_clip
+    def __init__(self, *, dtype_bytes: int = 2, compute: DeviceKind = DeviceKind.GPU, each_call: bool = False) -> None:
+        """Args: each_call: operators are those of one call of a DiT's layer, see `Operator`."""
+        self.each_call = each_call
         self.dtype_bytes = dtype_bytes
         self.compute = Device(compute)
         self.parameters: list[Parameter] = []
@@ -122,7 +122,7 @@ class Tape:
                 net_bytes=net_bytes,
                 shape=shape,
                 launches=launches,
-                each_clip=self.each_clip,
+                each_call=self.each_call,
             )
         )
 

@@ -90,13 +90,13 @@ def calibrate(profile: Profile, config: Config, spec: ModelSpec, hardware: str) 
         latencies = Latencies(profiled, dtype_bytes=dtype_bytes)
         computes = np.array([op.device.kind.computes for op in graph.operators])
         fixed = np.array([op.launches * profiled.launch_s for op in graph.operators]) * computes
-        each_clip = np.array([op.each_clip for op in graph.operators])
+        each_call = np.array([op.each_call for op in graph.operators])
         repeats = profile.recomputation.recomputes(module.layers[index])
         for name, phases in _PHASES.items():
             if repeats and name.startswith("backward"):
                 continue
             for size, measured in layer.points.get(name, ()):
-                launches_s = fixed * np.where(each_clip, max(1, size.clips), 1)
+                launches_s = fixed * np.where(each_call, max(1, size.calls), 1)
                 row = _seconds_by_kind(graph, phases, latencies(graph, size) * computes, launches_s)
                 if measured > 0 and row.any():
                     rows.append(row)

@@ -38,6 +38,8 @@ HELD = "held_bytes"
 _SIZES = tuple(f.name for f in fields(WorkSize))
 _FIRST_SIZES = _SIZES[:4]
 """Sizes of works without clips; the others are written only for layers whose works have clips."""
+_EARLIER_SIZES = _SIZES[:7]
+"""Of clips, in profiles made when each of them was one call."""
 _CLIP_WEIGHTS = ("cross_pair", "text", "clip")
 """Weights of a `SizeFit` that are written only if they are not 0."""
 
@@ -353,9 +355,12 @@ def _read_points(value: Any, where: str) -> tuple[tuple[WorkSize, float], ...]:
     for i, row in enumerate(strict_json.items(value, where)):
         cells = strict_json.items(row, f"{where}[{i}]")
         names = _SIZES if len(cells) > len(_FIRST_SIZES) + 1 else _FIRST_SIZES
+        names = _EARLIER_SIZES if len(cells) == len(_EARLIER_SIZES) + 1 else names
         if len(cells) != len(names) + 1:
             raise PlanError(f"{where}[{i}] has {len(cells)} entries; it is [{', '.join(names)}, amount]")
         sizes = {n: strict_json.integer(c, f"{where}[{i}]") for n, c in zip(names, cells, strict=False)}
+        if names is _EARLIER_SIZES:
+            sizes["calls"] = sizes["clips"]
         points.append((WorkSize(**sizes), _read_number(cells[-1], f"{where}[{i}]")))
     return tuple(points)
 

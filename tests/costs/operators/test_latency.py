@@ -48,16 +48,16 @@ def test_the_slowest_of_computing_memory_and_network_counts() -> None:
     assert seconds(gather) == 3.0 + 0.5
 
 
-def test_launches_and_fixed_amounts_count_for_each_clip() -> None:
-    norm = Operator(name="x", kind=OpKind.NORM, mem_bytes=Rates(fixed=5.0, row=1.0), launches=2, each_clip=True)
-    three = WorkSize(rows=30, pairs=0, outputs=0, clips=3)
+def test_launches_and_fixed_amounts_count_for_each_call() -> None:
+    norm = Operator(name="x", kind=OpKind.NORM, mem_bytes=Rates(fixed=5.0, row=1.0), launches=2, each_call=True)
+    three = WorkSize(rows=30, pairs=0, outputs=0, clips=9, calls=3)
     assert seconds(norm, three) == pytest.approx(3 * (15.0 / 5.0 + 0.5))
-    assert seconds(dataclasses.replace(norm, each_clip=False), three) == pytest.approx(35.0 / 5.0 + 0.5)
+    assert seconds(dataclasses.replace(norm, each_call=False), three) == pytest.approx(35.0 / 5.0 + 0.5)
     shape = Shape(m=Rates(row=1.0), n=Rates(fixed=10.0), k=Rates(fixed=50.0))
-    wide = Operator(name="x", kind=OpKind.MATMUL, flops=Rates(row=1000.0), shape=shape, launches=0, each_clip=True)
+    wide = Operator(name="x", kind=OpKind.MATMUL, flops=Rates(row=1000.0), shape=shape, launches=0, each_call=True)
     # Three results of 100 x 10 need one tile each, and run alone.
-    assert seconds(wide, WorkSize(rows=300, pairs=0, outputs=0, clips=3)) == pytest.approx(
-        3 * seconds(wide, WorkSize(rows=100, pairs=0, outputs=0, clips=1))
+    assert seconds(wide, WorkSize(rows=300, pairs=0, outputs=0, clips=9, calls=3)) == pytest.approx(
+        3 * seconds(wide, WorkSize(rows=100, pairs=0, outputs=0, clips=3, calls=1))
     )
 
 
