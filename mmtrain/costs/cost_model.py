@@ -162,14 +162,18 @@ class FlopsCosts(ExchangesUnknown):
         )
 
     def layer(self, module: ModuleSpec, index: int, size: WorkSize, *, input_grad: bool) -> LayerTimes:
-        """Seconds of a layer; if it has no linear layers (a convolution), I computes the weight gradients."""
+        """Seconds of a layer; if W has nothing to do (a convolution, a head in pieces), I computes the weight
+        gradients. A head in pieces repeats its product."""
         layer = module.layers[index]
         flops = layer.flops(size, input_grad=input_grad)
         weight_flops = flops.backward_weight if layer.splits_backward else 0.0
+        inside_flops = flops.backward_input
+        if input_grad or layer.trainable:
+            inside_flops += layer.repeated_flops(size)
         rate = self.flops_per_s * (1 if module.is_whole else self.shares)
         return LayerTimes(
             forward_s=flops.forward / rate,
-            backward_input_s=(flops.backward_input + flops.backward_weight - weight_flops) / rate,
+            backward_input_s=(inside_flops + flops.backward_weight - weight_flops) / rate,
             backward_weight_s=weight_flops / rate,
         )
 

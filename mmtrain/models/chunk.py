@@ -26,11 +26,11 @@ from mmtrain.errors import DataError
 from mmtrain.families.shapes import LanguageShape, VisionShape
 from mmtrain.models.adapters import Decoder, VisionAdapter, check_grids
 from mmtrain.models.attention.context import AttentionChoices, AttentionContext, Gather
-from mmtrain.models.batch import IGNORE_INDEX
 from mmtrain.models.fused_qkv import reorder_output
-from mmtrain.models.loss import LOSSES, LossOutput, VocabularySharding, WholeVocabulary
+from mmtrain.models.loss import LOSSES, LossOutput, Reduction, VocabularySharding, WholeVocabulary
 from mmtrain.models.projector import Grid, Projector, make_projector
 from mmtrain.models.scatter import scatter_tokens
+from mmtrain.models.scores import JOINED, TokenShards, head_columns
 from mmtrain.models.trainable import add_adapters, set_trainable
 from mmtrain.models.vision_rows import VisionRows
 from mmtrain.spec.linears import adapted_layers, trained_blocks
@@ -310,8 +310,11 @@ class LanguageChunk(Chunk):
             self.language.lm_head = None
         train_language(self, self.language, model, adapter)
         self.loss = LOSSES[model.language.loss](model)
-        self.vocabulary: VocabularySharding = WholeVocabulary()
-        """Set by tensor parallelism, which divides it."""
+        self.loss_chunk_tokens = self.module_spec.layers[-1].loss_chunk_tokens
+        self.vocabulary: VocabularySharding = JOINED if self.loss_chunk_tokens else WholeVocabulary()
+        """What the loss reads logits through, or in pieces what is kept of them; set by tensor parallelism."""
+        self.shards = TokenShards()
+        """Likewise: the ranks that divide the tokens of the head."""
 
     def blocks(self) -> list[nn.Module]:
         return list(self.language.get_submodule(self.adapter.blocks).children())
@@ -334,8 +337,8 @@ class LanguageChunk(Chunk):
         position_ids: Tensor,
         features: Tensor | Mapping[str, Tensor] | None = None,
         fills: Mapping[str, FeatureRows] = _NO_FILLS,
-        labels: Tensor | None = None,
         labelled: Tensor | None = None,
+        targets: Tensor | None = None,
         want_predictions: bool = False,
         want_losses: bool = False,
     ) -> Any:
@@ -355,11 +358,11 @@ class LanguageChunk(Chunk):
                 encoder that has any; None without images. Of an encoder with taps [v, (1 + taps) * D]: those that fill
                 slots, then those that are added behind layers 0, 1, ...
             fills: encoder -> what its features fill.
-            labels: [T] int64 for the head, already shifted; IGNORE_INDEX where there is no target.
-            labelled: [L] int64, ascending: which of the T tokens have a label, if only these leave.
+            labelled: [L] int64, ascending: which of the T tokens have a target, for the head, or if only these leave.
+            targets: [L] int64, for the head.
             want_predictions: also return the most likely token of each labelled position.
             want_losses: also return the loss of each labelled position.
-        Raises: DataError: rows, positions, features or labels that disagree.
+        Raises: DataError: rows, positions, features or targets that disagree.
         """
         x, *carried = self.arriving(x)
         self._check_rows(len(x), position_ids.shape[-1], len(attention.rows))
@@ -376,7 +379,7 @@ class LanguageChunk(Chunk):
                     hidden = hidden + carried.pop(0)
             x = hidden[0]
         if self.has_head:
-            return self._head(x, position_ids.shape[-1], labels, want_predictions, want_losses)
+            return self._head(x, labelled, targets, want_predictions, want_losses)
         if self.chooses_rows:
             assert labelled is not None
             x = self.row_sharding.gather(x).index_select(0, labelled)
@@ -404,26 +407,35 @@ class LanguageChunk(Chunk):
         return [x_tD, *carried]
 
     def _head(
-        self, x_tD: Tensor, count: int, labels: Tensor | None, want_predictions: bool, want_losses: bool
+        self,
+        x_tD: Tensor,
+        labelled: Tensor | None,
+        targets: Tensor | None,
+        want_predictions: bool,
+        want_losses: bool,
     ) -> LossOutput:
-        if labels is None or len(labels) != count:
-            have = "no" if labels is None else len(labels)
-            raise DataError(f"the language model's head got {have} labels for {count} tokens")
-        rows = (labels != IGNORE_INDEX).nonzero().squeeze(1)
-        x_LD = self.row_sharding.gather(x_tD).index_select(0, rows)
-        logits_LV = self.language.lm_head(self.adapter.call_norm(self.language, x_LD))
-        losses = self.loss(
-            logits_LV, labels[rows], reduction="none" if want_losses else "sum", vocabulary=self.vocabulary
-        )
+        if labelled is None or targets is None or len(labelled) != len(targets):
+            counts = ("no" if given is None else len(given) for given in (targets, labelled))
+            raise DataError("the language model's head got {} targets for {} labelled tokens".format(*counts))
+        x_LD = self.adapter.call_norm(self.language, self.row_sharding.gather(x_tD).index_select(0, labelled))
+        if self.loss_chunk_tokens:
+            tokens = (0, self.shape.vocab_size)
+            how = {"chunk_tokens": self.loss_chunk_tokens, "want_predictions": want_predictions}
+            predicted = head_columns(self.language.lm_head, x_LD, targets, tokens, self.shards, **how)[None]
+        else:
+            predicted = self.language.lm_head(x_LD)
+        reduction: Reduction = "none" if want_losses else "sum"
+        losses = self.loss(predicted, targets, reduction=reduction, vocabulary=self.vocabulary)
         return LossOutput(
             loss_sum=losses.sum() if want_losses else losses,
-            predictions=self.predict(logits_LV) if want_predictions else None,
+            predictions=self.predict(predicted) if want_predictions else None,
             losses=losses.detach() if want_losses else None,
         )
 
-    def predict(self, logits_LV: Tensor) -> Tensor:
-        """[L] int64: the token of each labelled position; the most likely one, unless this is replaced."""
-        return self.vocabulary.most_likely(logits_LV)
+    def predict(self, predicted: Tensor) -> Tensor:
+        """[L] int64: the token of each labelled position; the most likely one, unless this is replaced. Args:
+        predicted: logits [L, V], or what `vocabulary` has in their place."""
+        return self.vocabulary.most_likely(predicted)
 
     def _check_rows(self, num_rows: int, count: int, num_attending: int) -> None:
         degree = self.row_sharding.degree

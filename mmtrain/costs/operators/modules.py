@@ -341,6 +341,66 @@ class CrossEntropy:
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkedHead:
+    """[R, inputs] -> a scalar: logits and their loss piece by piece; nothing of them is kept. I makes the logits again,
+    and the weight gradient, too.
+
+    The pieces have parts of the outputs, so that together they read and write what the whole does, each operand once;
+    but for the rows, of which the launches of one piece are counted, too.
+    """
+
+    name: str
+    inputs: float
+    outputs: float
+    trainable: bool = True
+
+    def __call__(self, x: Var) -> Var:
+        tape, e, rows = x.tape, x.tape.dtype_bytes, x.rows
+        weight = tape.parameter(f"{self.name}.weight", self.inputs * self.outputs, trainable=self.trainable)
+        needs_grad = x.needs_grad or self.trainable
+        logits = tape.var(self.name, rows=rows, columns=self.outputs, needs_grad=needs_grad)
+        num_bytes = rows * ((self.inputs + self.outputs) * e) + Rates(fixed=self.inputs * self.outputs * e)
+        inside = Phase.BACKWARD_INPUT
+        of_product = _weight_product(
+            self.name, x, weight, logits, reach=self.inputs, num_bytes=num_bytes, weight_phase=inside
+        )
+        number = rows * self.outputs
+        loss = tape.var("loss", rows=Rates(), columns=0, needs_grad=needs_grad)
+        # To float32; the largest; the target's; less the largest, exponentials, in place; their sum.
+        of_loss = number * (e + 7 * 4)
+        kind, made = OpKind.CROSS_ENTROPY, (logits.tensor,)
+        tape.stream("loss", kind=kind, num_bytes=of_loss, inputs=made, outputs=(loss.tensor,), launches=8)
+
+        def gradients(grad: int) -> Mapping[Var, int]:
+            again, of_logits = (tape.tensor(f"{self.name}.{what}", logits.num_bytes) for what in ("again", "grad"))
+            tape.product(
+                f"{self.name}.again",
+                rows,
+                Rates(fixed=self.outputs),
+                Rates(fixed=self.inputs),
+                flops=number * (2 * self.inputs),
+                num_bytes=num_bytes,
+                phase=inside,
+                inputs=(x.tensor, weight.tensor),
+                outputs=(again,),
+            )
+            # To float32; less the largest, exponentials, times the gradient, in place; to the dtype of compute.
+            num_grad_bytes = number * (2 * e + 8 * 4)
+            tape.stream(
+                "loss.backward",
+                kind=kind,
+                num_bytes=num_grad_bytes,
+                phase=inside,
+                inputs=(grad, again),
+                outputs=(of_logits,),
+                launches=8,
+            )
+            return of_product(of_logits)
+
+        return tape.record(loss, gradients)
+
+
+@dataclass(frozen=True, slots=True)
 class SquaredError:
     """Predictions [R, columns] -> a scalar; keeps the difference to the targets in float32."""
 

@@ -124,10 +124,11 @@ class DocumentsFeed:
                 for name in inputs.layout.of_module
                 if name in of_modules
             }
-        if last and self._chooses_rows:
-            kwargs["labelled"] = inputs.to_device(torch.from_numpy(self._layout.labelled(index, inputs.mesh.place.cp)))
-        elif last:
-            kwargs["labels"] = inputs.take(inputs.labels[index], rows, IGNORE_INDEX)
+        if last:  # known from the host: on the device they would have to be looked for, and waited for
+            labelled = self._layout.labelled(index, inputs.mesh.place.cp)
+            kwargs["labelled"] = inputs.to_device(torch.from_numpy(labelled))
+        if last and not self._chooses_rows:
+            kwargs["targets"] = inputs.take(inputs.labels[index], rows[labelled], IGNORE_INDEX)
             kwargs |= {"want_predictions": inputs.want_predictions, "want_losses": inputs.want_losses}
         return args, kwargs
 
