@@ -31,7 +31,7 @@ def labelled_tokens(labels: Iterable[Tensor]) -> list[Indices]:
 
 
 def head_arguments(labels: Tensor) -> dict[str, Tensor]:
-    """What the head of a language model gets of the labels [T] of all its tokens, on the host: `labelled`, `targets`."""
+    """`labelled` and `targets` of a head. Args: labels: [T] of all its tokens, on the host."""
     labelled = torch.from_numpy(labelled_tokens([labels])[0])
     return {"labelled": labelled, "targets": labels[labelled]}
 

@@ -415,8 +415,8 @@ class LanguageChunk(Chunk):
         want_losses: bool,
     ) -> LossOutput:
         if labelled is None or targets is None or len(labelled) != len(targets):
-            counts = ("no" if given is None else len(given) for given in (targets, labelled))
-            raise DataError("the language model's head got {} targets for {} labelled tokens".format(*counts))
+            have, number = ("no" if given is None else len(given) for given in (targets, labelled))
+            raise DataError(f"the language model's head got {have} targets for {number} labelled tokens")
         x_LD = self.adapter.call_norm(self.language, self.row_sharding.gather(x_tD).index_select(0, labelled))
         if self.loss_chunk_tokens:
             tokens = (0, self.shape.vocab_size)

@@ -1,10 +1,10 @@
 """The scores of tokens: what a head's logits say of each labelled position, with all logits at one time or in pieces.
 
-In pieces no more logits exist at one time than a number of positions have (`LayerSpec.loss_chunk_tokens`): they are made
-for a part of the tokens after the other, and made again in the backward, which makes both gradients from them. So each
-row of the weight is read once for a product and gets its gradient at once, whatever the number of pieces. Source: the
-sum of exponentials of one part after the other is that of FlashAttention, arXiv:2205.14135, section 3.1; to keep none
-of the logits, Liger Kernel, arXiv:2410.10989, section 3.2, which divides the positions instead.
+In pieces no more logits exist at one time than a number of positions have (`LayerSpec.loss_chunk_tokens`): they are
+made for some of the tokens after the others, and made again in the backward, which makes both gradients from them. So
+each row of the weight is read once for a product and gets its gradient at once, whatever the number of pieces. Sources:
+the sum of exponentials of one piece after the other is that of FlashAttention, arXiv:2205.14135, section 3.1; to keep
+no logits that of Liger Kernel, arXiv:2410.10989, section 3.2, which divides the positions instead.
 
 Several ranks, or modules, may have parts of the tokens, each of which is a head of its own; their results are joined.
 
@@ -96,9 +96,7 @@ def scores_in_pieces(
 
     Args: targets_L: int64. chunk_tokens: at least 1; no more logits exist at one time than so many positions have.
     """
-    *found, token_L = _ScoresInPieces.apply(
-        x_LD, weight_vD, targets_L, first, combine, chunk_tokens, want_predictions
-    )
+    *found, token_L = _ScoresInPieces.apply(x_LD, weight_vD, targets_L, first, combine, chunk_tokens, want_predictions)
     return Scores(*found), token_L if want_predictions else None
 
 
@@ -232,10 +230,11 @@ class _ScoresInPieces(torch.autograd.Function):
         combine(sums, "sum")
         if want_predictions:
             token_L = _first_of_all(token_L + first, own_L == largest_L, combine)
-        ctx.save_for_backward(x_LD, weight_vD, targets_L, largest_L, sums[0])
+        sum_L, target_L = (one.clone() for one in sums)  # not views, of which one would keep both
+        ctx.save_for_backward(x_LD, weight_vD, targets_L, largest_L, sum_L)
         ctx.mark_non_differentiable(largest_L, token_L)
         ctx.first, ctx.chunk_tokens = first, chunk_tokens
-        return sums[0].log(), sums[1].clone(), largest_L, token_L
+        return sum_L.log(), target_L, largest_L, token_L
 
     @staticmethod
     def backward(  # type: ignore[override]

@@ -157,9 +157,7 @@ def _candidates(
     specs, parallelism = [spec], config.parallelism
     if parallelism.vocabulary_parallel == "search" and parallelism.pipeline_parallel_degree > 1:
         with suppress(ConfigError):  # more parts than tokens
-            divided = divided_vocabulary(
-                spec, parallelism.pipeline_parallel_degree, parallelism.tensor_parallel_degree
-            )
+            divided = divided_vocabulary(spec, parallelism.pipeline_parallel_degree, parallelism.tensor_parallel_degree)
             specs.append(with_loss_chunks(divided, config))
     return {
         one.divides_vocabulary: _Candidates(

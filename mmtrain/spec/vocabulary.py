@@ -23,7 +23,7 @@ exponentials; the target's logit, or 0 if another part has it; its largest logit
 are wanted)."""
 
 LOSS_CHUNK_BYTES = 2**28
-"""Largest size of the logits, float32, that a head makes at one time where training.loss_chunk_tokens leaves it open."""
+"""Largest size of the float32 logits that a head makes at one time where `training.loss_chunk_tokens` is -1."""
 
 _FLOAT32 = 4
 _INT64 = 8
@@ -200,8 +200,8 @@ def _in_chunks(module: ModuleSpec, first: LayerSpec, config: Config) -> ModuleSp
     if module.vocabulary is None:
         kept += Rates(output=_FLOAT32 * (2 + HEAD_COLUMNS + 1))
     own = tokens // config.parallelism.tensor_parallel_degree
-    # The logits of a piece, in float32 and in the dtype of compute; the gradient of the weight; that of the rows, of all
-    # pieces in float32 and of one.
+    # The logits of a piece, in float32 and in the dtype of compute; the gradient of the weight; that of the rows, of
+    # all pieces in float32 and of one.
     temporary = chunk * own * (_FLOAT32 + (e if e < _FLOAT32 else 0)) + own * width * e * head.trainable
     layer = replace(
         head,

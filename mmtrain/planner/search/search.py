@@ -41,8 +41,9 @@ def search(
     An infeasible problem is a result with that status and a message, not an exception. Without numba the plan is that
     of `interleave`. With blocks, and works that are one V, STP's plan counts too.
 
-    On each rank room is kept for the largest `restored_bytes` of any option, chosen or not. Where some options have less
-    of these than others, half of the budget goes to plans with only those of the least, which can use more of the limit.
+    On each rank room is kept for the largest `restored_bytes` of any option, chosen or not. Where some options of a
+    stage and work have less of these than others, half of the budget goes to plans with only those of the least, which
+    can use more of the limit.
 
     Instructions are added to the plan that the search finds without them.
 
