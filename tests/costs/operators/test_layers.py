@@ -21,6 +21,7 @@ from tests.lora import with_lora
 from tests.models.conftest import VISION_MODELS, tiny_model
 from tests.models.dits import t2v
 from tests.models.towers import two_towers
+from tests.reference import in_chunks
 
 FAMILIES = [
     *VISION_MODELS,
@@ -75,6 +76,24 @@ def check(model: ModelConfig, module: str) -> None:
 @pytest.mark.parametrize("frozen", [(), ("encoder",), ("encoder", "language")])
 def test_operators_have_the_flops_and_parameters_of_their_layer(module, choice, frozen) -> None:  # type: ignore[no-untyped-def]
     check(tiny_model(**choice, frozen=frozen), module)
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize(("frozen", "input_grad"), [((), True), ((), False), (("language",), True)], ids=str)
+def test_operators_of_a_head_in_pieces(frozen: tuple[str, ...], input_grad: bool, tp: int) -> None:
+    """I repeats its product and makes the weight gradient; W has nothing to do. Sizes and seconds are of one rank."""
+    model = tiny_model(frozen=frozen)
+    spec = in_chunks(model_spec(model, dtype_bytes=2), model, 3, tp)
+    made, head = describer(model, "language", LinkedDivision(tp=tp)), spec.text.layers[-1]
+    assert head.loss_chunk_tokens == 3
+    tape, wanted = made.tape(head, input_grad=input_grad), head.flops(SIZE, input_grad=input_grad)
+    found = [tp * flops(tape.graph(), phase) for phase in Phase]
+    inside = wanted.backward_input + wanted.backward_weight + head.repeated_flops(SIZE)
+    assert found == pytest.approx([wanted.forward, inside, 0.0])
+    assert head.repeated_flops(SIZE) == wanted.forward
+    plain = made.tape(model_spec(model, dtype_bytes=2).text.layers[-1], input_grad=input_grad)
+    assert sum(p.count for p in tape.parameters) == sum(p.count for p in plain.parameters)
+    assert {op.device for op in tape.graph().operators} == {op.device for op in plain.graph().operators}
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
