@@ -74,10 +74,9 @@ class TrainingConfig:
     merges these: for few long rows, which keep a GPU waiting. 0: no parts. -1: parts of at most a tenth of what one
     multiprocessor computes."""
     loss_chunk_tokens: int = -1
-    """Labelled positions whose logits exist at one time. With fewer than a microbatch may have, seq_len, head and loss
-    keep no logits but make them piece by piece, in the backward again: for a third more time of the head, 4 bytes a
-    position and token less from forward to backward, and at the peak 12. 0: all at once. -1: as many as take 256 MiB
-    on a rank in float32."""
+    """Labelled positions whose logits exist at one time, as many as fit 512 MiB in float32 on a rank with -1. Below
+    seq_len, the head keeps no logits: its backward makes logits, loss and gradients piece by piece. That saves 4 bytes
+    for each label and token from forward to backward, and 8 more at the peak. 0: all logits at once."""
     enable_cpu_offload: bool = False
     """Keep sharded parameters, gradients and optimizer state in host memory (FSDP2)."""
 

@@ -22,15 +22,16 @@ import torch
 from torch import Tensor, nn
 
 from mmtrain.config.model import EncoderConfig, LanguageConfig, ModelConfig, projector_name, section_of
-from mmtrain.errors import DataError
+from mmtrain.errors import ConfigError, DataError
 from mmtrain.families.shapes import LanguageShape, VisionShape
 from mmtrain.models.adapters import Decoder, VisionAdapter, check_grids
 from mmtrain.models.attention.context import AttentionChoices, AttentionContext, Gather
 from mmtrain.models.fused_qkv import reorder_output
-from mmtrain.models.loss import LOSSES, LossOutput, Reduction, VocabularySharding, WholeVocabulary
+from mmtrain.models.loss import LOSSES, CrossEntropy, LossOutput, VocabularySharding, WholeVocabulary
+from mmtrain.models.loss_pieces import loss_in_pieces
 from mmtrain.models.projector import Grid, Projector, make_projector
 from mmtrain.models.scatter import scatter_tokens
-from mmtrain.models.scores import JOINED, TokenShards, head_columns
+from mmtrain.models.scores import TokenShards
 from mmtrain.models.trainable import add_adapters, set_trainable
 from mmtrain.models.vision_rows import VisionRows
 from mmtrain.spec.linears import adapted_layers, trained_blocks
@@ -311,10 +312,15 @@ class LanguageChunk(Chunk):
         train_language(self, self.language, model, adapter)
         self.loss = LOSSES[model.language.loss](model)
         self.loss_chunk_tokens = self.module_spec.layers[-1].loss_chunk_tokens
-        self.vocabulary: VocabularySharding = JOINED if self.loss_chunk_tokens else WholeVocabulary()
-        """What the loss reads logits through, or in pieces what is kept of them; set by tensor parallelism."""
+        if self.loss_chunk_tokens and type(self.loss) is not CrossEntropy:
+            raise ConfigError(
+                f"model.language.loss = {model.language.loss!r} with training.loss_chunk_tokens = "
+                f"{self.loss_chunk_tokens}: only cross_entropy is computed in pieces; set 0, which makes all logits"
+            )
+        self.vocabulary: VocabularySharding = WholeVocabulary()
+        """Set by tensor parallelism, which divides it."""
         self.shards = TokenShards()
-        """Likewise: the ranks that divide the tokens of the head."""
+        """Likewise."""
 
     def blocks(self) -> list[nn.Module]:
         return list(self.language.get_submodule(self.adapter.blocks).children())
@@ -342,8 +348,8 @@ class LanguageChunk(Chunk):
         want_predictions: bool = False,
         want_losses: bool = False,
     ) -> Any:
-        """The activation [t, D] after this chunk's layers, or the `LossOutput` of the head, or the normed rows [L, D]
-        for heads that are modules of their own.
+        """The activation [t, D] after this chunk's layers, or the `LossOutput` of the head (in pieces as of
+        `loss_in_pieces`), or the normed rows [L, D] for heads that are modules of their own.
 
         T is a multiple of the degree of `row_sharding`; rows at the end may be padding, which no row sees and
         which has no label.
@@ -419,23 +425,28 @@ class LanguageChunk(Chunk):
             raise DataError(f"the language model's head got {have} targets for {number} labelled tokens")
         x_LD = self.adapter.call_norm(self.language, self.row_sharding.gather(x_tD).index_select(0, labelled))
         if self.loss_chunk_tokens:
-            tokens = (0, self.shape.vocab_size)
-            how = {"chunk_tokens": self.loss_chunk_tokens, "want_predictions": want_predictions}
-            predicted = head_columns(self.language.lm_head, x_LD, targets, tokens, self.shards, **how)[None]
-        else:
-            predicted = self.language.lm_head(x_LD)
-        reduction: Reduction = "none" if want_losses else "sum"
-        losses = self.loss(predicted, targets, reduction=reduction, vocabulary=self.vocabulary)
+            x_LD, weight_vD = self.shards.operands(self.language.lm_head, x_LD)
+            return loss_in_pieces(
+                x_LD,
+                weight_vD,
+                targets,
+                first=self.shards.rank * len(weight_vD),
+                combine=self.shards.combine,
+                chunk_tokens=self.loss_chunk_tokens,
+                want_predictions=want_predictions,
+                want_losses=want_losses,
+            )
+        logits_LV = self.language.lm_head(x_LD)
+        losses = self.loss(logits_LV, targets, reduction="none" if want_losses else "sum", vocabulary=self.vocabulary)
         return LossOutput(
             loss_sum=losses.sum() if want_losses else losses,
-            predictions=self.predict(predicted) if want_predictions else None,
+            predictions=self.predict(logits_LV) if want_predictions else None,
             losses=losses.detach() if want_losses else None,
         )
 
-    def predict(self, predicted: Tensor) -> Tensor:
-        """[L] int64: the token of each labelled position; the most likely one, unless this is replaced. Args:
-        predicted: logits [L, V], or what `vocabulary` has in their place."""
-        return self.vocabulary.most_likely(predicted)
+    def predict(self, logits_LV: Tensor) -> Tensor:
+        """[L] int64: the token of each labelled position; the most likely one, unless this is replaced."""
+        return self.vocabulary.most_likely(logits_LV)
 
     def _check_rows(self, num_rows: int, count: int, num_attending: int) -> None:
         degree = self.row_sharding.degree

@@ -1,10 +1,10 @@
-"""The scores of tokens: what a head's logits say of each labelled position, with all logits at one time or in pieces.
+"""The scores of tokens: what the logits of some tokens say of each labelled position, with all logits or in pieces.
 
 In pieces no more logits exist at one time than a number of positions have (`LayerSpec.loss_chunk_tokens`): they are
-made for some of the tokens after the others, and made again in the backward, which makes both gradients from them. So
-each row of the weight is read once for a product and gets its gradient at once, whatever the number of pieces. Sources:
-the sum of exponentials of one piece after the other is that of FlashAttention, arXiv:2205.14135, section 3.1; to keep
-no logits that of Liger Kernel, arXiv:2410.10989, section 3.2, which divides the positions instead.
+made for some of the tokens after the others, and made again in the backward, which makes both gradients from them. They
+cannot wait for it, as those of a whole vocabulary do (`loss_pieces.py`): the loss needs those of other parts. Each row
+of the weight is read once for a product and gets its gradient at once, whatever the number of pieces. Source: the sum
+of exponentials of one piece after the other is that of FlashAttention, arXiv:2205.14135, section 3.1.
 
 Several ranks, or modules, may have parts of the tokens, each of which is a head of its own; their results are joined.
 
@@ -175,7 +175,7 @@ class _Scores(torch.autograd.Function):
         scores_Lv = logits_Lv.float()
         largest_L = scores_Lv.amax(dim=-1)
         combine(largest_L, "max")
-        local_L, mine_L = _local(targets_L, first, logits_Lv.shape[-1])
+        local_L, mine_L = local_targets(targets_L, first, logits_Lv.shape[-1])
         target_L = scores_Lv.gather(1, local_L[:, None]).squeeze(1) - largest_L
         # [2, L] partial -> [2, L]: the sum of the exponentials, and the score of the target from the rank that has it.
         sums = torch.stack([(scores_Lv - largest_L[:, None]).exp_().sum(dim=-1), target_L.masked_fill(~mine_L, 0)])
@@ -214,14 +214,14 @@ class _ScoresInPieces(torch.autograd.Function):
             top_L = logits_Lw.amax(dim=-1)
             if want_predictions:
                 token_L = torch.where(top_L > largest_L, logits_Lw.argmax(dim=-1) + start, token_L)
-            local_L, mine_L = _local(targets_L, first + start, end - start)
+            local_L, mine_L = local_targets(targets_L, first + start, end - start)
             target_L += logits_Lw.gather(1, local_L[:, None]).squeeze(1).masked_fill_(~mine_L, 0)
             top_L = torch.maximum(top_L, largest_L)
             sum_L *= (largest_L - top_L).exp_()
             sum_L += logits_Lw.sub_(top_L[:, None]).exp_().sum(dim=-1)
             largest_L = top_L
             del logits_Lw  # before there are those of the next piece
-        _, mine_L = _local(targets_L, first, len(weight_vD))
+        _, mine_L = local_targets(targets_L, first, len(weight_vD))
         own_L = largest_L.clone()
         combine(largest_L, "max")
         sum_L *= (own_L - largest_L).exp_()
@@ -248,7 +248,7 @@ class _ScoresInPieces(torch.autograd.Function):
         for start, end in _pieces(len(x_LD), len(weight_vD), ctx.chunk_tokens):
             logits_Lw = (x_LD @ weight_vD[start:end].t()).float()
             grad_Lw = logits_Lw.sub_(largest_L[:, None]).exp_().mul_(scale_L[:, None])
-            local_L, mine_L = _local(targets_L, ctx.first + start, end - start)
+            local_L, mine_L = local_targets(targets_L, ctx.first + start, end - start)
             grad_Lw.scatter_add_(1, local_L[:, None], grad_target_L.masked_fill(~mine_L, 0)[:, None])
             del logits_Lw  # of which there is a smaller copy next
             grad_Lw = grad_Lw.to(x_LD.dtype)
@@ -261,7 +261,7 @@ class _ScoresInPieces(torch.autograd.Function):
         return grad_x, grad_weight_vD, None, None, None, None, None
 
 
-def _local(targets_L: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+def local_targets(targets_L: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
     """[L] int64: the index of each target among the tokens first .. first + count - 1, 0 of others; [L] bool: whether
     it is one of them."""
     local_L = targets_L - first

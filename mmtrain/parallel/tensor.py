@@ -68,7 +68,7 @@ def apply_tensor_parallel(chunk: Chunk, mesh: DeviceMesh, *, whole_rows: bool = 
     chunk.row_sharding = rows
     if isinstance(chunk, LanguageChunk | VocabularyPart):
         chunk.shards = token_shards(mesh.get_group(), rows)
-    if isinstance(chunk, LanguageChunk) and not chunk.loss_chunk_tokens:
+    if isinstance(chunk, LanguageChunk):
         chunk.vocabulary = VocabularyShards(chunk.shards)
 
 

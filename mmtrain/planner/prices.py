@@ -304,6 +304,8 @@ class Prices:
                 passing_bytes=layer.activation_bytes(size) + layer.temporary_bytes(size),
                 forward_exchange_s=times.forward_exchange_s,
             )
+        if layer.defers_forward:
+            times = times.deferred
         return _LayerPrice(
             forward_s=times.forward_s,
             backward_input_s=times.backward_input_s,

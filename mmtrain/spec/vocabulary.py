@@ -22,7 +22,7 @@ HEAD_COLUMNS = 4
 exponentials; the target's logit, or 0 if another part has it; its largest logit, and whose it is (0 unless predictions
 are wanted)."""
 
-LOSS_CHUNK_BYTES = 2**28
+LOSS_CHUNK_BYTES = 2**29
 """Largest size of the float32 logits that a head makes at one time where `training.loss_chunk_tokens` is -1."""
 
 _FLOAT32 = 4
@@ -194,15 +194,14 @@ def _in_chunks(module: ModuleSpec, first: LayerSpec, config: Config) -> ModuleSp
     chunk = loss_chunk_tokens(config, tokens)
     if not chunk:
         return module
-    # In place of logits the largest one of each position and the sum of its exponentials, which a part counts already;
-    # where the loss is in the same chunk, also what is joined, and the logarithm of it.
+    # A part keeps, in place of logits, the largest one of each position and the sum of its exponentials, which are as
+    # many bytes as what it keeps with them. A whole head keeps the rows alone.
     kept = head.whole_bytes.activation
-    if module.vocabulary is None:
-        kept += Rates(output=_FLOAT32 * (2 + HEAD_COLUMNS + 1))
     own = tokens // config.parallelism.tensor_parallel_degree
-    # The logits of a piece, in float32 and in the dtype of compute; the gradient of the weight; that of the rows, of
-    # all pieces in float32 and of one.
+    # The logits of a piece, in float32 and in the dtype of compute; the gradient of the weight; that of the rows.
+    # Pieces of a part have some tokens of all rows, whose gradients they add up in float32.
     temporary = chunk * own * (_FLOAT32 + (e if e < _FLOAT32 else 0)) + own * width * e * head.trainable
+    of_row = width * (e + (_FLOAT32 if module.vocabulary else 0))
     layer = replace(
         head,
         activation_bytes=kept,
@@ -210,7 +209,7 @@ def _in_chunks(module: ModuleSpec, first: LayerSpec, config: Config) -> ModuleSp
         divided_columns=Replaced(),
         whole_bytes=replace(head.whole_bytes, activation=kept, linear=Rates()),
         loss_chunk_tokens=chunk,
-        temporary_bytes=Rates(fixed=temporary, output=width * (_FLOAT32 + e)),
+        temporary_bytes=Rates(fixed=temporary, output=of_row),
     )
     return replace(module, layers=(*before, layer))
 

@@ -254,7 +254,14 @@ class TransformerLayer(LayerBuilder):
 
     def _losses(self, shape: LanguageShape, x: Var) -> Var:
         if self.layer.loss_chunk_tokens:
-            loss = ChunkedHead("lm_head", shape.width, shape.vocab_size / self.tp, trainable=self.trainable)(x)
+            loss = ChunkedHead(
+                "lm_head",
+                shape.width,
+                shape.vocab_size / self.tp,
+                chunk_tokens=self.layer.loss_chunk_tokens,
+                repeats=self.of.is_part,
+                trainable=self.trainable,
+            )(x)
         else:
             logits = self._linear("lm_head", shape.width, shape.vocab_size / self.tp, bias=False)(x)
             loss = CrossEntropy("loss", shape.vocab_size / self.tp)(logits)
