@@ -100,22 +100,37 @@ def with_head(chunk: int, *more: str, tokens: int = 10_000) -> tuple[PlanningPro
     job = make_job(load("debug_text.toml", [f"--{value}" for value in values]))
     meta = IterationMeta(microbatches=tuple(microbatch(i, [], tokens) for i, tokens in enumerate((90, 200))))
     batching = make_batching(meta, job.spec)
-    return IterationPlanner(job).problem(meta, searched=True)[1], job.spec, batching.sizes[1]
+    return IterationPlanner(job).problem(meta, searched=True)[1], job.spec, batching.sizes[-1]
 
 
-def test_a_head_in_pieces_keeps_no_logits_and_repeats_its_product() -> None:
+def test_a_head_in_pieces_keeps_no_logits_and_works_in_its_backward() -> None:
     (pieces, spec, size), (whole, plain, _) = with_head(16), with_head(0)
     head, before = spec.text.layers[-1], plain.text.layers[-1]
     ours, theirs = pieces.options(1, 1)[0], whole.options(1, 1)[0]
     assert (head.loss_chunk_tokens, before.loss_chunk_tokens) == (16, 0)
     product_s = before.matmul_flops(size) / 2e10
-    assert ours.forward_s == theirs.forward_s
-    assert ours.backward_input_s == pytest.approx(theirs.backward_input_s + 2 * product_s)  # again, and the weight's
+    assert ours.forward_s == pytest.approx(theirs.forward_s - product_s)
+    assert ours.backward_input_s == pytest.approx(theirs.backward_input_s + 2 * product_s)  # logits, weight gradient
     assert ours.backward_weight_s == pytest.approx(theirs.backward_weight_s - product_s)
-    assert theirs.activation_bytes - ours.activation_bytes == size.outputs * (4 * 10_000 - 28)
+    assert theirs.activation_bytes - ours.activation_bytes == size.outputs * 4 * 10_000
     assert (ours.restored_bytes, theirs.restored_bytes) == (head.temporary_bytes(size), 0.0)
-    assert head.temporary_bytes(size) == 4 * 10_000 * (16 + 128) + 8 * 128 * size.outputs
+    assert head.temporary_bytes(size) == 4 * 10_000 * (16 + 128) + 4 * 128 * size.outputs
     assert theirs.weight_bytes - ours.weight_bytes == before.linear_bytes(size)
+
+
+def test_a_part_of_a_head_in_pieces_repeats_its_product() -> None:
+    more = ('parallelism.vocabulary_parallel="pipeline"',)
+    (pieces, spec, size), (whole, plain, _) = with_head(16, *more), with_head(0, *more)
+    stages = {module.name: module.stages[0] for module in pieces.graph.modules}
+    work = [w for w, of in enumerate(pieces.graph.works) if pieces.graph.modules[of.module].name == "head.1"][-1]
+    ours, theirs = (found.options(stages["head.1"], work)[0] for found in (pieces, whole))
+    head, before = (of.module("head.1").layers[0] for of in (spec, plain))
+    product_s = before.matmul_flops(size) / 2e10
+    assert ours.forward_s == theirs.forward_s == pytest.approx(product_s)
+    assert ours.backward_input_s == pytest.approx(3 * product_s)
+    assert theirs.backward_input_s == pytest.approx(product_s) == theirs.backward_weight_s
+    assert theirs.activation_bytes - ours.activation_bytes == size.outputs * 4 * 5_000
+    assert ours.restored_bytes == head.temporary_bytes(size) == 4 * 5_000 * (16 + 128) + 8 * 128 * size.outputs
 
 
 def test_under_a_limit_each_mix_of_strategies_has_the_temporary_bytes_of_the_head() -> None:
