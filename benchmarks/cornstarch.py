@@ -55,6 +55,7 @@ source = "nowhere"
 [training]
 steps = 1
 seq_len = 32768
+loss_chunk_tokens = 0
 global_batch_size = 1
 mixed_precision_param = "bfloat16"
 [activation_checkpoint]

@@ -94,6 +94,7 @@ source = "nowhere"
 [training]
 steps = 1
 seq_len = 8192
+loss_chunk_tokens = 0
 global_batch_size = 128
 mixed_precision_param = "bfloat16"
 [activation_checkpoint]

@@ -115,6 +115,7 @@ class Point:
             f"model.language.config={gpt.config(1000 * self.vocabulary)}",
             "model.language.num_segments=0",
             f"training.seq_len={gpt.tokens * self.samples}",
+            "training.loss_chunk_tokens=0",
             f"training.global_batch_size={BATCH // self.samples}",
             'training.mixed_precision_param="bfloat16"',
             f"parallelism.pipeline_parallel_degree={self.num_ranks}",

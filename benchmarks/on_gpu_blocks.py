@@ -125,7 +125,7 @@ def head(language: dict[str, Any], labels: int, device: str) -> Work:
     targets = torch.zeros(labels, dtype=torch.int64, device=device)
     x = activation(labels, language["hidden_size"], device)
     return Work(
-        lambda: chunk(x, attention=context, position_ids=positions, labels=targets).loss_sum,
+        lambda: chunk(x, attention=context, position_ids=positions, labelled=positions, targets=targets).loss_sum,
         chunk,
         module.layers[-1:],
         documents_work([labels], labels),

@@ -125,6 +125,7 @@ def problem(row: Row, placement: str, contention: float, words: Sequence[str] = 
         [
             *more,
             f"training.seq_len={row.seq_len * row.sequences}",
+            "training.loss_chunk_tokens=0",
             f"training.global_batch_size={row.microbatches}",
             f"parallelism.pipeline_parallel_degree={row.pp}",
             f"parallelism.tensor_parallel_degree={row.tp}",

@@ -53,7 +53,12 @@ class Row(NamedTuple):
 def layers_of(vocabulary: int) -> tuple[Layers, P2P]:
     """Seconds of the layers, and of messages between pipeline ranks."""
     model = " ".join((MODEL % (WIDTH, LAYERS, vocabulary)).split())
-    changes = [f"model.language.config={model}", f"training.seq_len={SEQ_LEN}", "planner.hardware='a800'"]
+    changes = [
+        f"model.language.config={model}",
+        f"training.seq_len={SEQ_LEN}",
+        "training.loss_chunk_tokens=0",
+        "planner.hardware='a800'",
+    ]
     changes.append("training.mixed_precision_param='bfloat16'")
     job = config.load(Path(__file__).resolve().parent.parent / "configs" / "debug_text.toml", changes)
     spec = job_spec(job)

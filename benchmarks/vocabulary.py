@@ -75,6 +75,7 @@ def job_of(model: Model, num_ranks: int, microbatches: int, vocabulary: str) -> 
         f"model.language.config={' '.join(model.language.split())}",
         "model.language.num_segments=0",
         f"training.seq_len={model.tokens * model.documents}",
+        "training.loss_chunk_tokens=0",
         f"training.global_batch_size={microbatches}",
         'training.mixed_precision_param="bfloat16"',
         f"parallelism.pipeline_parallel_degree={num_ranks}",

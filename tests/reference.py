@@ -9,10 +9,11 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from mmtrain.config.data import DiffusionConfig
+from mmtrain.config.config import Config
+from mmtrain.config.data import DataConfig, DiffusionConfig
 from mmtrain.config.model import EncoderConfig, LanguageConfig, ModelConfig, ProjectorConfig
 from mmtrain.config.planner import PlannerConfig
-from mmtrain.config.sections import CommConfig, TrainingConfig
+from mmtrain.config.sections import CommConfig, ParallelismConfig, TrainingConfig
 from mmtrain.modality.metadata import ClipMeta, DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
 from mmtrain.models.batch import IGNORE_INDEX, Batch, ClipMicrobatch, Microbatch
 from mmtrain.models.diffusion import ClipNoise
@@ -23,6 +24,7 @@ from mmtrain.spec.shapes import dit_shape
 from mmtrain.spec.spec import ModelSpec
 from mmtrain.spec.vae_shapes import PIXEL_CHANNELS, LatentScale, latent_scale
 from mmtrain.spec.vision_shapes import vision_shape
+from mmtrain.spec.vocabulary import with_loss_chunks
 from tests.models.towers import make_pairs
 from tests.store import stored
 
@@ -345,6 +347,16 @@ def _reference_gradients(
 TRAINING = TrainingConfig(steps=1, seq_len=64, global_batch_size=4)
 PLANNER = PlannerConfig()
 COMM = CommConfig()
+
+
+def in_chunks(spec: ModelSpec, model: ModelConfig, training: TrainingConfig | int, tp: int = 1) -> ModelSpec:
+    """The spec of a model with its heads in pieces. Args: training: that of the job, or its `loss_chunk_tokens`."""
+    if isinstance(training, int):
+        training = dataclasses.replace(TRAINING, loss_chunk_tokens=training)
+    degrees = ParallelismConfig(tensor_parallel_degree=tp)
+    return with_loss_chunks(
+        spec, Config(model=model, data=DataConfig(source="nowhere"), training=training, parallelism=degrees)
+    )
 
 
 def with_sub_microbatches(model: ModelConfig, size: int) -> ModelConfig:

@@ -73,6 +73,10 @@ class TrainingConfig:
     """FlexAttention computes 128 rows that see more than this many blocks of 128 keys in parts, side by side, and
     merges these: for few long rows, which keep a GPU waiting. 0: no parts. -1: parts of at most a tenth of what one
     multiprocessor computes."""
+    loss_chunk_tokens: int = -1
+    """Labelled positions whose logits exist at one time, as many as fit 512 MiB in float32 on a rank with -1. Below
+    seq_len, the head keeps no logits: its backward makes logits, loss and gradients piece by piece. That saves 4 bytes
+    for each label and token from forward to backward, and 8 more at the peak. 0: all logits at once."""
     enable_cpu_offload: bool = False
     """Keep sharded parameters, gradients and optimizer state in host memory (FSDP2)."""
 
@@ -80,7 +84,7 @@ class TrainingConfig:
         at_most("training", self, seq_len=2**24, global_batch_size=2**20)
         at_most("training", self, epochs=10**6)
         at_least("training", self, steps=0, epochs=0.0, seq_len=2, global_batch_size=1, max_norm=0.0)
-        at_least("training", self, attention_part_blocks=-1)
+        at_least("training", self, attention_part_blocks=-1, loss_chunk_tokens=-1)
         if self.steps and self.epochs:
             raise ConfigError(
                 f"training.steps = {self.steps} and training.epochs = {self.epochs:g} are both set; keep one, and set "

@@ -29,6 +29,17 @@ class LayerTimes:
     backward_exchange_s: float = 0.0
     """The part of `backward_input_s` that is exchanges of tensor parallelism; 0 if they are unknown."""
 
+    @property
+    def deferred(self) -> "LayerTimes":
+        """The same, if the backward does what the forward would."""
+        return replace(
+            self,
+            forward_s=0.0,
+            backward_input_s=self.backward_input_s + self.forward_s,
+            forward_exchange_s=0.0,
+            backward_exchange_s=self.backward_exchange_s + self.forward_exchange_s,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCopy:
@@ -162,14 +173,18 @@ class FlopsCosts(ExchangesUnknown):
         )
 
     def layer(self, module: ModuleSpec, index: int, size: WorkSize, *, input_grad: bool) -> LayerTimes:
-        """Seconds of a layer; if it has no linear layers (a convolution), I computes the weight gradients."""
+        """Seconds of a layer; if W has nothing to do (a convolution, a head in pieces), I computes the weight
+        gradients. A part of a head in pieces repeats its product."""
         layer = module.layers[index]
         flops = layer.flops(size, input_grad=input_grad)
         weight_flops = flops.backward_weight if layer.splits_backward else 0.0
+        inside_flops = flops.backward_input
+        if input_grad or layer.trainable:
+            inside_flops += layer.repeated_flops(size)
         rate = self.flops_per_s * (1 if module.is_whole else self.shares)
         return LayerTimes(
             forward_s=flops.forward / rate,
-            backward_input_s=(flops.backward_input + flops.backward_weight - weight_flops) / rate,
+            backward_input_s=(inside_flops + flops.backward_weight - weight_flops) / rate,
             backward_weight_s=weight_flops / rate,
         )
 

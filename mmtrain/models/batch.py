@@ -30,6 +30,12 @@ def labelled_tokens(labels: Iterable[Tensor]) -> list[Indices]:
     return [np.flatnonzero(of_tokens.numpy() != IGNORE_INDEX) for of_tokens in labels]
 
 
+def head_arguments(labels: Tensor) -> dict[str, Tensor]:
+    """`labelled` and `targets` of a head. Args: labels: [T] of all its tokens, on the host."""
+    labelled = torch.from_numpy(labelled_tokens([labels])[0])
+    return {"labelled": labelled, "targets": labels[labelled]}
+
+
 @dataclass(kw_only=True)
 class Microbatch:
     """One packed sequence, and its images, videos and sounds.

@@ -22,15 +22,16 @@ import torch
 from torch import Tensor, nn
 
 from mmtrain.config.model import EncoderConfig, LanguageConfig, ModelConfig, projector_name, section_of
-from mmtrain.errors import DataError
+from mmtrain.errors import ConfigError, DataError
 from mmtrain.families.shapes import LanguageShape, VisionShape
 from mmtrain.models.adapters import Decoder, VisionAdapter, check_grids
 from mmtrain.models.attention.context import AttentionChoices, AttentionContext, Gather
-from mmtrain.models.batch import IGNORE_INDEX
 from mmtrain.models.fused_qkv import reorder_output
-from mmtrain.models.loss import LOSSES, LossOutput, VocabularySharding, WholeVocabulary
+from mmtrain.models.loss import LOSSES, CrossEntropy, LossOutput, VocabularySharding, WholeVocabulary
+from mmtrain.models.loss_pieces import loss_in_pieces
 from mmtrain.models.projector import Grid, Projector, make_projector
 from mmtrain.models.scatter import scatter_tokens
+from mmtrain.models.scores import TokenShards
 from mmtrain.models.trainable import add_adapters, set_trainable
 from mmtrain.models.vision_rows import VisionRows
 from mmtrain.spec.linears import adapted_layers, trained_blocks
@@ -310,8 +311,16 @@ class LanguageChunk(Chunk):
             self.language.lm_head = None
         train_language(self, self.language, model, adapter)
         self.loss = LOSSES[model.language.loss](model)
+        self.loss_chunk_tokens = self.module_spec.layers[-1].loss_chunk_tokens
+        if self.loss_chunk_tokens and type(self.loss) is not CrossEntropy:
+            raise ConfigError(
+                f"model.language.loss = {model.language.loss!r} with training.loss_chunk_tokens = "
+                f"{self.loss_chunk_tokens}: only cross_entropy is computed in pieces; set 0, which makes all logits"
+            )
         self.vocabulary: VocabularySharding = WholeVocabulary()
         """Set by tensor parallelism, which divides it."""
+        self.shards = TokenShards()
+        """Likewise."""
 
     def blocks(self) -> list[nn.Module]:
         return list(self.language.get_submodule(self.adapter.blocks).children())
@@ -334,13 +343,13 @@ class LanguageChunk(Chunk):
         position_ids: Tensor,
         features: Tensor | Mapping[str, Tensor] | None = None,
         fills: Mapping[str, FeatureRows] = _NO_FILLS,
-        labels: Tensor | None = None,
         labelled: Tensor | None = None,
+        targets: Tensor | None = None,
         want_predictions: bool = False,
         want_losses: bool = False,
     ) -> Any:
-        """The activation [t, D] after this chunk's layers, or the `LossOutput` of the head, or the normed rows [L, D]
-        for heads that are modules of their own.
+        """The activation [t, D] after this chunk's layers, or the `LossOutput` of the head (in pieces as of
+        `loss_in_pieces`), or the normed rows [L, D] for heads that are modules of their own.
 
         T is a multiple of the degree of `row_sharding`; rows at the end may be padding, which no row sees and
         which has no label.
@@ -355,11 +364,11 @@ class LanguageChunk(Chunk):
                 encoder that has any; None without images. Of an encoder with taps [v, (1 + taps) * D]: those that fill
                 slots, then those that are added behind layers 0, 1, ...
             fills: encoder -> what its features fill.
-            labels: [T] int64 for the head, already shifted; IGNORE_INDEX where there is no target.
-            labelled: [L] int64, ascending: which of the T tokens have a label, if only these leave.
+            labelled: [L] int64, ascending: which of the T tokens have a target, for the head, or if only these leave.
+            targets: [L] int64, for the head.
             want_predictions: also return the most likely token of each labelled position.
             want_losses: also return the loss of each labelled position.
-        Raises: DataError: rows, positions, features or labels that disagree.
+        Raises: DataError: rows, positions, features or targets that disagree.
         """
         x, *carried = self.arriving(x)
         self._check_rows(len(x), position_ids.shape[-1], len(attention.rows))
@@ -376,7 +385,7 @@ class LanguageChunk(Chunk):
                     hidden = hidden + carried.pop(0)
             x = hidden[0]
         if self.has_head:
-            return self._head(x, position_ids.shape[-1], labels, want_predictions, want_losses)
+            return self._head(x, labelled, targets, want_predictions, want_losses)
         if self.chooses_rows:
             assert labelled is not None
             x = self.row_sharding.gather(x).index_select(0, labelled)
@@ -404,17 +413,31 @@ class LanguageChunk(Chunk):
         return [x_tD, *carried]
 
     def _head(
-        self, x_tD: Tensor, count: int, labels: Tensor | None, want_predictions: bool, want_losses: bool
+        self,
+        x_tD: Tensor,
+        labelled: Tensor | None,
+        targets: Tensor | None,
+        want_predictions: bool,
+        want_losses: bool,
     ) -> LossOutput:
-        if labels is None or len(labels) != count:
-            have = "no" if labels is None else len(labels)
-            raise DataError(f"the language model's head got {have} labels for {count} tokens")
-        rows = (labels != IGNORE_INDEX).nonzero().squeeze(1)
-        x_LD = self.row_sharding.gather(x_tD).index_select(0, rows)
-        logits_LV = self.language.lm_head(self.adapter.call_norm(self.language, x_LD))
-        losses = self.loss(
-            logits_LV, labels[rows], reduction="none" if want_losses else "sum", vocabulary=self.vocabulary
-        )
+        if labelled is None or targets is None or len(labelled) != len(targets):
+            have, number = ("no" if given is None else len(given) for given in (targets, labelled))
+            raise DataError(f"the language model's head got {have} targets for {number} labelled tokens")
+        x_LD = self.adapter.call_norm(self.language, self.row_sharding.gather(x_tD).index_select(0, labelled))
+        if self.loss_chunk_tokens:
+            x_LD, weight_vD = self.shards.operands(self.language.lm_head, x_LD)
+            return loss_in_pieces(
+                x_LD,
+                weight_vD,
+                targets,
+                first=self.shards.rank * len(weight_vD),
+                combine=self.shards.combine,
+                chunk_tokens=self.loss_chunk_tokens,
+                want_predictions=want_predictions,
+                want_losses=want_losses,
+            )
+        logits_LV = self.language.lm_head(x_LD)
+        losses = self.loss(logits_LV, targets, reduction="none" if want_losses else "sum", vocabulary=self.vocabulary)
         return LossOutput(
             loss_sum=losses.sum() if want_losses else losses,
             predictions=self.predict(logits_LV) if want_predictions else None,

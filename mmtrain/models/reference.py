@@ -13,7 +13,15 @@ from mmtrain.modality.positions import token_positions
 from mmtrain.modality.submesh import language_mask
 from mmtrain.models.adapter_weights import load_adapters
 from mmtrain.models.attention.context import attention_context
-from mmtrain.models.batch import Batch, ClipMicrobatch, Microbatch, by_module, document_positions, labelled_tokens
+from mmtrain.models.batch import (
+    Batch,
+    ClipMicrobatch,
+    Microbatch,
+    by_module,
+    document_positions,
+    head_arguments,
+    labelled_tokens,
+)
 from mmtrain.models.build import build_chunk
 from mmtrain.models.chunk import Chunk, FeatureRows
 from mmtrain.models.diffusion import ClipNoise
@@ -129,7 +137,7 @@ class ReferenceModel(nn.Module):
             position_ids=torch.from_numpy(token_positions(counts.documents, self.position_axes)),
             features=features,
             fills=fills,
-            labels=tensors.labels,
+            **head_arguments(tensors.labels),
             want_predictions=want_predictions,
         )
         return output

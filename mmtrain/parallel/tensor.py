@@ -24,7 +24,7 @@ from mmtrain.models.dit import DitChunk
 from mmtrain.models.vocabulary import HEAD, VocabularyPart
 from mmtrain.parallel.row_shards import RowShards, WholeRowShards
 from mmtrain.parallel.tensor_styles import Divided, MovedTable, make_styles
-from mmtrain.parallel.vocabulary import VocabularyShards, combining
+from mmtrain.parallel.vocabulary import VocabularyShards, token_shards
 
 _HEAD = HEAD.removesuffix(".weight")
 
@@ -66,10 +66,10 @@ def apply_tensor_parallel(chunk: Chunk, mesh: DeviceMesh, *, whole_rows: bool = 
             _divide(block, path, mesh.size())
     _check_complete(chunk, whole)
     chunk.row_sharding = rows
+    if isinstance(chunk, LanguageChunk | VocabularyPart):
+        chunk.shards = token_shards(mesh.get_group(), rows)
     if isinstance(chunk, LanguageChunk):
-        chunk.vocabulary = VocabularyShards(mesh.get_group())
-    if isinstance(chunk, VocabularyPart):
-        chunk.combine, chunk.tp_rank = combining(mesh.get_group()), mesh.get_local_rank()
+        chunk.vocabulary = VocabularyShards(chunk.shards)
 
 
 def finish_gradients(parameters: Iterable[nn.Parameter]) -> None:

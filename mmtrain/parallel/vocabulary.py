@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmtrain.models.loss import Reduction
-from mmtrain.models.vocabulary import Combine, most_likely, scores
+from mmtrain.models.scores import Combine, TokenShards, most_likely, scores
+from mmtrain.parallel.grads import local_part
 from mmtrain.parallel.row_shards import RowShards
 
 
@@ -48,9 +49,8 @@ class VocabularyShards:
     Equal on all ranks; the backward needs no collective.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        """Args: group: the ranks that divide the vocabulary, in the order of their tokens."""
-        self._combine, self._rank = combining(group), dist.get_rank(group)
+    def __init__(self, shards: TokenShards) -> None:
+        self._combine, self._rank = shards.combine, shards.rank
 
     def cross_entropy(self, logits_Lv: Tensor, targets_L: Tensor, reduction: Reduction) -> Tensor:
         """Float32: the cross-entropy of each position, [L], or its sum."""
@@ -69,6 +69,16 @@ class VocabularyShards:
         """The first token of this rank."""
         first: int = self._rank * logits_Lv.shape[-1]
         return first
+
+
+def token_shards(group: dist.ProcessGroup, rows: RowShards) -> TokenShards:
+    """The division of a head over a group of tensor parallelism. Args: group: in the order of their tokens. rows: of
+    this rank between layers."""
+
+    def operands(head: nn.Module, x_LD: Tensor) -> tuple[Tensor, Tensor]:
+        return rows.use_for_parts(x_LD), local_part(head.weight)  # type: ignore[arg-type]
+
+    return TokenShards(rank=dist.get_rank(group), combine=combining(group), operands=operands)
 
 
 def combining(group: dist.ProcessGroup) -> Combine:

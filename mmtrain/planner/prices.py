@@ -41,7 +41,7 @@ class _LayerPrice:
     passing_bytes: float = 0.0
     """Held during the forward alone, if autograd keeps nothing; of several layers the largest."""
     restored_bytes: float = 0.0
-    """Restored by the backward; of several layers the largest."""
+    """Restored by the backward, or made in it; of several layers the largest."""
 
     @property
     def summed(self) -> tuple[float, ...]:
@@ -301,15 +301,18 @@ class Prices:
         if self.forward_only or not (kind.enters or layer.trainable):  # autograd keeps nothing: one layer at a time
             return _LayerPrice(
                 forward_s=times.forward_s,
-                passing_bytes=layer.activation_bytes(size),
+                passing_bytes=layer.activation_bytes(size) + layer.temporary_bytes(size),
                 forward_exchange_s=times.forward_exchange_s,
             )
+        if layer.defers_forward:
+            times = times.deferred
         return _LayerPrice(
             forward_s=times.forward_s,
             backward_input_s=times.backward_input_s,
             backward_weight_s=times.backward_weight_s,
             kept_bytes=layer.activation_bytes(size),
             waiting_bytes=layer.linear_bytes(size) if layer.splits_backward else 0.0,
+            restored_bytes=layer.temporary_bytes(size),
             split_s=times.split_s,
             forward_exchange_s=times.forward_exchange_s,
             backward_exchange_s=times.backward_exchange_s,
@@ -323,7 +326,7 @@ def _mixed(offered: Offer, other_layers: _LayerPrice, blocks: Sequence[_LayerPri
         return
     sums = np.array(other_layers.summed) + weighted(offered.counts, [price.summed for price in blocks], len(_SUMMED))
     restored_of_block = np.array([price.restored_bytes for price in blocks])
-    restored = ((offered.counts > 0) * restored_of_block).max(axis=1, initial=0.0)
+    restored = ((offered.counts > 0) * restored_of_block).max(axis=1, initial=other_layers.restored_bytes)
     for row, restored_bytes in zip(sums.tolist(), restored.tolist(), strict=True):
         yield _LayerPrice(*[*row, other_layers.passing_bytes, restored_bytes])
 

@@ -82,7 +82,8 @@ class Option:
     weight_bytes: float | None = None
     """Held from the end of I to the end of W; None: all of `activation_bytes`."""
     restored_bytes: float = 0.0
-    """Held additionally while B or I runs: recomputed activations, or those copied back from the CPU."""
+    """Held additionally while B or I runs: recomputed activations, those copied back from the CPU, or temporary tensors
+    that are counted."""
     split_s: float = 0.0
     """By how much I and W take longer together than B, as part of W: a second dispatch."""
     forward_exchange_s: float = 0.0

@@ -22,7 +22,7 @@ from mmtrain.spec.degrees import check_tensor_degree
 from mmtrain.spec.shapes import check_window
 from mmtrain.spec.spec import ModelSpec
 from mmtrain.spec.vision_shapes import check_patches_split
-from mmtrain.spec.vocabulary import divided_vocabulary
+from mmtrain.spec.vocabulary import divided_vocabulary, with_loss_chunks
 
 Choose = Callable[[Config, ModelSpec, CostModel, SubMicrobatch], Choice]
 """How a job's partition is chosen; arguments as of `choose_partition`."""
@@ -95,9 +95,9 @@ def job_spec(config: Config) -> ModelSpec:
     check_window(config.model, config.training.seq_len)
     spec = model_spec(config.model, dtype_bytes=DTYPE_BYTES[config.training.mixed_precision_param])
     section = config.parallelism
-    if section.vocabulary_parallel != "pipeline" or section.pipeline_parallel_degree == 1:
-        return spec
-    return divided_vocabulary(spec, section.pipeline_parallel_degree, section.tensor_parallel_degree)
+    if section.vocabulary_parallel == "pipeline" and section.pipeline_parallel_degree > 1:
+        spec = divided_vocabulary(spec, section.pipeline_parallel_degree, section.tensor_parallel_degree)
+    return with_loss_chunks(spec, config)
 
 
 def check_degrees(config: Config) -> None:

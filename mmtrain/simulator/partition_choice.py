@@ -27,7 +27,7 @@ from mmtrain.simulator.cut_search import CHAIN_WORTH, Cut, Found, best_cut, look
 from mmtrain.simulator.typical_iterations import TypicalIterations
 from mmtrain.simulator.work_size import sub_microbatch_size
 from mmtrain.spec.spec import ModelSpec
-from mmtrain.spec.vocabulary import divided_vocabulary
+from mmtrain.spec.vocabulary import divided_vocabulary, with_loss_chunks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,9 +157,8 @@ def _candidates(
     specs, parallelism = [spec], config.parallelism
     if parallelism.vocabulary_parallel == "search" and parallelism.pipeline_parallel_degree > 1:
         with suppress(ConfigError):  # more parts than tokens
-            specs.append(
-                divided_vocabulary(spec, parallelism.pipeline_parallel_degree, parallelism.tensor_parallel_degree)
-            )
+            divided = divided_vocabulary(spec, parallelism.pipeline_parallel_degree, parallelism.tensor_parallel_degree)
+            specs.append(with_loss_chunks(divided, config))
     return {
         one.divides_vocabulary: _Candidates(
             config=config,

@@ -146,6 +146,11 @@ class LayerSpec:
     unread_bytes: Rates = ZERO_RATES
     """Bytes of the result of the last product, which no backward reads, and of which each tensor-parallel rank has all
     rows; part of product_bytes."""
+    loss_chunk_tokens: int = 0
+    """Of a head: it keeps no logits, and no more exist at one time than so many positions have; of its backward, I
+    makes the weight gradient, too. 0: it makes all logits at one time, and keeps them."""
+    temporary_bytes: Rates = ZERO_RATES
+    """Bytes that its backward holds on each tensor-parallel rank in addition to what was kept. 0: not counted."""
     adapters: AdapterSpec | None = None
     """The adapters of a frozen layer, in addition to the amounts above; None: it has none."""
 
@@ -222,7 +227,18 @@ class LayerSpec:
             linear_bytes=_of_rank(self.linear_bytes, undivided.linear, division),
             output_bytes=_of_rank(self.output_bytes, undivided.output, division),
             unread_bytes=self.unread_bytes * (1 / division.groups),
+            temporary_bytes=(self.temporary_bytes * (1 / division.groups))._replace(fixed=self.temporary_bytes.fixed),
         )
+
+    @property
+    def defers_forward(self) -> bool:
+        """Whether its backward, if it has one, makes what its forward would: of a loss, which no other layer reads."""
+        return self.loss_chunk_tokens > 0 and not self.output_width
+
+    def repeated_flops(self, size: WorkSize) -> float:
+        """FLOPs of its forward that its backward repeats, whatever the memory strategy, for one work; those of `flops`
+        do not have them."""
+        return self.matmul_flops(size) if self.loss_chunk_tokens and self.output_width else 0.0
 
     def _passing(self, size: WorkSize) -> float:
         """FLOPs of dX if some products read data: of products on the path to the input, or needed by its parameters."""

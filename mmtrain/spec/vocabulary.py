@@ -1,4 +1,5 @@
-"""A model whose vocabulary is divided over the pipeline ranks: each of them has some rows of embedding and head.
+"""A model whose vocabulary is divided over the pipeline ranks, each of which has some rows of embedding and head; and
+heads that make their logits in pieces.
 
 The parts are modules of one stage each, so orders, memory, costs and the runtime need no rule of their own. Source:
 Yeung et al., "Balancing Pipeline Parallelism with Vocabulary Parallelism", arXiv:2411.05288, in its plain form: the
@@ -10,8 +11,9 @@ Legend: V tokens of the vocabulary, v those of a part; D width; e bytes of one e
 from dataclasses import replace
 from itertools import pairwise
 
+from mmtrain.config.config import Config
 from mmtrain.errors import ConfigError
-from mmtrain.spec.layer import LayerSpec, WholeBytes
+from mmtrain.spec.layer import LayerSpec, Replaced, WholeBytes
 from mmtrain.spec.spec import ModelSpec, ModuleSpec, VocabularyRows
 from mmtrain.spec.work_size import Rates
 
@@ -19,6 +21,9 @@ HEAD_COLUMNS = 4
 """Numbers that a part of the head gives for each labelled position, float32: the logarithm of the sum of its
 exponentials; the target's logit, or 0 if another part has it; its largest logit, and whose it is (0 unless predictions
 are wanted)."""
+
+LOSS_CHUNK_BYTES = 2**29
+"""Largest size of the float32 logits that a head makes at one time where `training.loss_chunk_tokens` is -1."""
 
 _FLOAT32 = 4
 _INT64 = 8
@@ -156,6 +161,57 @@ def _head(language: ModuleSpec, head: LayerSpec, part: int, rows: VocabularyRows
         pp_rank=part,
         vocabulary=rows,
     )
+
+
+def with_loss_chunks(spec: ModelSpec, config: Config) -> ModelSpec:
+    """The model with the heads of a job: in pieces where `loss_chunk_tokens` says so.
+
+    Args: spec: of the job, its vocabulary already divided over pipeline ranks, if it is.
+    """
+    language = spec.text
+    heads = [module for module in spec.text_modules if module.layers[-1].name == "head"]
+    first = language.layers[0]
+    changed = {module.name: _in_chunks(module, first, config) for module in heads}
+    return replace(spec, modules=tuple(changed.get(module.name, module) for module in spec.modules))
+
+
+def loss_chunk_tokens(config: Config, num_tokens: int) -> int:
+    """Labelled positions of a microbatch whose logits a head makes at one time; 0: of all of them.
+
+    Args: num_tokens: of the head, all ranks of tensor parallelism together.
+    """
+    chosen, own = config.training.loss_chunk_tokens, num_tokens // config.parallelism.tensor_parallel_degree
+    if chosen < 0:
+        chosen = max(1, LOSS_CHUNK_BYTES // (_FLOAT32 * max(1, own)))
+    return chosen if chosen < config.training.seq_len else 0
+
+
+def _in_chunks(module: ModuleSpec, first: LayerSpec, config: Config) -> ModuleSpec:
+    """Args: first: layer of the language model."""
+    *before, head = module.layers
+    width, e = first.output_width, _element(first)
+    tokens = round(head.matmul_flops.output) // (2 * width)
+    chunk = loss_chunk_tokens(config, tokens)
+    if not chunk:
+        return module
+    # A part keeps, in place of logits, the largest one of each position and the sum of its exponentials, which are as
+    # many bytes as what it keeps with them. A whole head keeps the rows alone.
+    kept = head.whole_bytes.activation
+    own = tokens // config.parallelism.tensor_parallel_degree
+    # The logits of a piece, in float32 and in the dtype of compute; the gradient of the weight; that of the rows.
+    # Pieces of a part have some tokens of all rows, whose gradients they add up in float32.
+    temporary = chunk * own * (_FLOAT32 + (e if e < _FLOAT32 else 0)) + own * width * e * head.trainable
+    of_row = width * (e + (_FLOAT32 if module.vocabulary else 0))
+    layer = replace(
+        head,
+        activation_bytes=kept,
+        linear_bytes=Rates(),
+        divided_columns=Replaced(),
+        whole_bytes=replace(head.whole_bytes, activation=kept, linear=Rates()),
+        loss_chunk_tokens=chunk,
+        temporary_bytes=Rates(fixed=temporary, output=of_row),
+    )
+    return replace(module, layers=(*before, layer))
 
 
 def _element(embed: LayerSpec) -> int:

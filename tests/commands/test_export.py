@@ -31,6 +31,7 @@ from mmtrain.modality.metadata import DocumentMeta, MicrobatchMeta
 from mmtrain.modality.probes import mixed_iteration
 from mmtrain.models.adapter_weights import load_adapters
 from mmtrain.models.attention.context import attention_context
+from mmtrain.models.batch import head_arguments
 from mmtrain.models.build import build_chunk
 from mmtrain.models.chunk import Chunk
 from mmtrain.models.initialise import init_weights
@@ -63,7 +64,8 @@ def logits_of(chunk: Chunk, ids: torch.Tensor) -> torch.Tensor:
     chunk.predict = predict
     document = DocumentMeta(sample=0, num_tokens=len(ids), num_targets=0, images=())
     mask = attention_context(language_bits(MicrobatchMeta(documents=(document,))))
-    chunk(ids, attention=mask, position_ids=torch.arange(len(ids)), labels=torch.zeros_like(ids), want_predictions=True)
+    given = head_arguments(torch.zeros_like(ids))
+    chunk(ids, attention=mask, position_ids=torch.arange(len(ids)), **given, want_predictions=True)
     return found[0]
 
 

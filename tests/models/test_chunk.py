@@ -13,6 +13,7 @@ from mmtrain.modality.bitfield import language_bits
 from mmtrain.modality.metadata import DocumentMeta, MicrobatchMeta
 from mmtrain.models.adapters import decoder, vision_adapter
 from mmtrain.models.attention.context import attention_context
+from mmtrain.models.batch import head_arguments
 from mmtrain.models.build import build_chunk
 from mmtrain.models.chunk import FeatureRows
 from mmtrain.models.fused_qkv import from_head_major, is_fused
@@ -20,6 +21,7 @@ from mmtrain.models.initialise import init_weights
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.spec import documents_work, images_work
 from mmtrain.spec.vision_shapes import vision_shape
+from tests.reference import in_chunks
 
 TOLERANCE = 2e-6
 """Float32, relative to the largest number of a tensor plus a thousandth of the largest of all gradients."""
@@ -28,9 +30,9 @@ LENGTHS = (7, 1, 9)
 NATIVE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
-def build(model, module, cuts=(), *, seed=3, dtype=torch.float32):
-    """The chunks of one module, cut before the given layers."""
-    spec = model_spec(model)
+def build(model, module, cuts=(), *, seed=3, dtype=torch.float32, chunk_tokens=0):
+    """The chunks of one module, cut before the given layers. Args: chunk_tokens: of the loss."""
+    spec = in_chunks(model_spec(model), model, chunk_tokens)
     borders = [0, *cuts, len(spec.module(module).layers)]
     chunks = []
     for lo, hi in itertools.pairwise(borders):
@@ -179,7 +181,7 @@ def run(chunks, given, features, **more):
             position_ids=given["positions"],
             features=features if chunk.has_embed else None,
             fills={"vision": FeatureRows(given["slots"])},
-            labels=given["labels"] if chunk.is_last else None,
+            **(head_arguments(given["labels"]) if chunk.is_last else {}),
             **more,
         )
         if not chunk.is_last:
@@ -188,12 +190,12 @@ def run(chunks, given, features, **more):
 
 
 @pytest.mark.parametrize("num_features", [4, 0, None], ids=["images", "no feature", "text"])
-@pytest.mark.parametrize("cuts", [(), (2,), (1, 3, 4)], ids=str)
+@pytest.mark.parametrize(("cuts", "chunk_tokens"), [((), 0), ((2,), 0), ((1, 3, 4), 0), ((), 2), ((2,), 3)], ids=str)
 @pytest.mark.parametrize("language", ["qwen2", "llama", "qwen3", "mistral"])
-def test_language_equals_hugging_face_on_each_document(tiny, language, cuts, num_features):
+def test_language_equals_hugging_face_on_each_document(tiny, language, cuts, chunk_tokens, num_features):
     model = tiny.model(language=language)
     given = language_inputs(num_features or 0)
-    chunks = build(model, "language", cuts)
+    chunks = build(model, "language", cuts, chunk_tokens=chunk_tokens)
     features = given["features"].clone().requires_grad_() if num_features is not None else None
     ours = run(chunks, given, features, want_predictions=True)
 
@@ -209,11 +211,10 @@ def test_language_equals_hugging_face_on_each_document(tiny, language, cuts, num
         logits = theirs(inputs_embeds=part[None]).logits[0]
         expected = expected + nn.functional.cross_entropy(logits, labels, reduction="sum")
         predictions.append(logits.argmax(-1)[labels != -100])
+    ours.loss_sum.backward()  # in pieces it sets the loss and the predictions
     torch.testing.assert_close(ours.loss_sum, expected, rtol=TOLERANCE, atol=0)
     predictions = torch.cat(predictions)
     assert ours.predictions.tolist() == predictions.tolist()
-
-    ours.loss_sum.backward()
     expected.backward()
     expected_grads = {f"language.{n}": g for n, g in grads(theirs).items()}
     got = grads(*chunks)
@@ -248,7 +249,7 @@ def test_inner_features_of_two_encoders_are_added_where_deepstack_adds_them(tiny
     x = ids
     for chunk in chunks:
         more = {"features": features, "fills": fills} if chunk.has_embed else {}
-        x = chunk(x, attention=packed((count,)), position_ids=positions, labels=labels, **more)
+        x = chunk(x, attention=packed((count,)), position_ids=positions, **head_arguments(labels), **more)
         if not chunk.is_last:
             assert x.shape == chunk.output_shape(documents_work((count,), 0))
 
@@ -274,10 +275,11 @@ def test_inner_features_of_two_encoders_are_added_where_deepstack_adds_them(tiny
     assert_equal_gradients(grads(*chunks) | {n: x.grad for n, x in features.items()}, expected_grads)
 
 
+@pytest.mark.parametrize("chunk_tokens", [0, 2])
 @pytest.mark.parametrize("cuts", [(), (2,)], ids=["one chunk", "two chunks"])
-def test_tied_embeddings(tiny, cuts):
+def test_tied_embeddings(tiny, cuts, chunk_tokens):
     model = tiny.model(None, language_config={"tie_word_embeddings": True})
-    chunks = build(model, "language", cuts)
+    chunks = build(model, "language", cuts, chunk_tokens=chunk_tokens)
     given = language_inputs(0)
     (reference,) = build(model, "language")
     assert reference.tied_weight() is None
@@ -292,8 +294,8 @@ def test_tied_embeddings(tiny, cuts):
         with torch.no_grad():
             copies[1].copy_(copies[0])
     loss = run(chunks, given, None).loss_sum
-    torch.testing.assert_close(loss, expected, rtol=TOLERANCE, atol=0)
     loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=TOLERANCE, atol=0)
     expected.backward()
     got = grads(*chunks)
     if cuts:
@@ -305,14 +307,15 @@ def test_tied_embeddings(tiny, cuts):
     assert_equal_gradients(got, {f"language.{n}": g for n, g in grads(theirs).items()})
 
 
-def test_a_microbatch_without_targets_has_a_loss_of_zero_and_zero_gradients(tiny):
-    (chunk,) = build(tiny.model(), "language")
+@pytest.mark.parametrize("chunk_tokens", [0, 2])
+def test_a_microbatch_without_targets_has_a_loss_of_zero_and_zero_gradients(tiny, chunk_tokens):
+    (chunk,) = build(tiny.model(), "language", chunk_tokens=chunk_tokens)
     given = language_inputs()
     given["labels"] = torch.full_like(given["labels"], -100)
     out = run([chunk], given, given["features"], want_predictions=True)
+    out.loss_sum.backward()
     assert out.loss_sum == 0
     assert out.predictions.shape == (0,)
-    out.loss_sum.backward()
     found = grads(chunk)
     assert set(found) == {n for n, _ in chunk.named_parameters()}
     assert not any(g.any() for g in found.values())
@@ -411,11 +414,14 @@ def test_tokens_that_do_not_fit(tiny):
     (chunk,) = build(tiny.model(), "language")
     positions = torch.arange(4)
     with pytest.raises(DataError, match="4 rows arrived, there are 4 positions and 3 rows of attention"):
-        chunk(positions, attention=packed((3,)), position_ids=positions, labels=positions)
-    with pytest.raises(DataError, match="got no labels for 4 tokens"):
+        chunk(positions, attention=packed((3,)), position_ids=positions, **head_arguments(positions))
+    with pytest.raises(DataError, match="got no targets for no labelled tokens"):
         chunk(positions, attention=packed((4,)), position_ids=positions)
+    with pytest.raises(DataError, match="got 4 targets for 3 labelled tokens"):
+        given = {"labelled": positions[:3], "targets": positions}
+        chunk(positions, attention=packed((4,)), position_ids=positions, **given)
     with pytest.raises(DataError, match="2 image features arrived without the slots"):
-        chunk(positions, attention=packed((4,)), position_ids=positions, features=torch.zeros(2, 24), labels=positions)
+        chunk(positions, attention=packed((4,)), position_ids=positions, features=torch.zeros(2, 24))
 
 
 @pytest.mark.parametrize("encoder", ["qwen2_vl", "qwen2_5_vl", "siglip", "clip", "vit", "whisper"])

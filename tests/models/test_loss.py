@@ -15,7 +15,7 @@ from mmtrain.modality.bitfield import language_bits
 from mmtrain.modality.metadata import DocumentMeta, IterationMeta, MicrobatchMeta
 from mmtrain.modality.positions import token_positions
 from mmtrain.models.attention.context import attention_context
-from mmtrain.models.batch import IGNORE_INDEX
+from mmtrain.models.batch import IGNORE_INDEX, head_arguments
 from mmtrain.models.loss import LOSSES, CrossEntropy, loss_of
 from mmtrain.models.reference import ReferenceModel
 from mmtrain.spec.builders import model_spec
@@ -80,7 +80,7 @@ def test_another_loss_is_one_entry(monkeypatch):
     for tensors, counts in zip(batch[0].microbatches, batch[1].microbatches, strict=True):
         position_ids = torch.from_numpy(token_positions(counts.documents, 1))
         mask = attention_context(language_bits(counts))
-        chunk(tensors.input_ids, attention=mask, position_ids=position_ids, labels=tensors.labels)
+        chunk(tensors.input_ids, attention=mask, position_ids=position_ids, **head_arguments(tensors.labels))
         targets = tensors.labels[tensors.labels != IGNORE_INDEX]
         expected += nn.functional.cross_entropy(logits[-1], targets, reduction="sum")
         expected += 1e-4 * logits[-1].exp().sum(-1).log().square().sum()

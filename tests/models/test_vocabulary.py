@@ -8,7 +8,8 @@ from mmtrain.config.model import LanguageConfig, ModelConfig
 from mmtrain.models.build import build_chunk
 from mmtrain.models.initialise import init_weights
 from mmtrain.models.loss import LOSSES, CrossEntropy
-from mmtrain.models.vocabulary import EMBEDDING, HEAD, LossChunk, VocabularyPart, alone, scores
+from mmtrain.models.scores import alone, scores
+from mmtrain.models.vocabulary import EMBEDDING, HEAD, LossChunk, VocabularyPart
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.vocabulary import HEAD_COLUMNS, divided_vocabulary
 from tests.memory import Largest

@@ -50,7 +50,7 @@ from mmtrain.spec.shapes import dit_shape
 from mmtrain.spec.spec import ModelSpec
 from mmtrain.spec.vocabulary import divided_vocabulary
 from tests.pairwise import covering
-from tests.reference import NOISE, PLANNER, TRAINING, make_batch, reference_gradients
+from tests.reference import NOISE, PLANNER, TRAINING, in_chunks, make_batch, reference_gradients
 
 MIXED = [[[2, 0, 1], [0, 0], [3], [1, 1]], [[0], [4, 1], [0, 0], [2]]]
 """Images of each document, for two replicas: one of each has text-only microbatches."""
@@ -105,7 +105,9 @@ class Case:
 
     def spec(self, pp: int, tp: int) -> ModelSpec:
         spec = model_spec(self.model)
-        return divided_vocabulary(spec, pp, tp) if self.vocabulary and pp > 1 else spec
+        if self.vocabulary and pp > 1:
+            spec = divided_vocabulary(spec, pp, tp)
+        return in_chunks(spec, self.model, self.training, tp)
 
     def submesh(self, shape: JobLayout) -> Submesh:
         return Submesh(

@@ -11,6 +11,7 @@ from mmtrain.config.model import EncoderConfig, LanguageConfig, LoRAConfig, Mode
 from mmtrain.modality.bitfield import language_bits
 from mmtrain.modality.metadata import DocumentMeta, MicrobatchMeta
 from mmtrain.models.attention.context import attention_context
+from mmtrain.models.batch import head_arguments
 from mmtrain.models.build import build_chunk
 from mmtrain.models.chunk import FeatureRows
 from mmtrain.models.initialise import init_weights
@@ -146,7 +147,7 @@ def run_language(chunks, inputs, features, *, tp=1, tp_rank=0):
                     lambda features: features.index_select(0, chosen),
                 )
             },
-            labels=labels if chunk.is_last else None, want_predictions=True,
+            **(head_arguments(labels) if chunk.is_last else {}), want_predictions=True,
         )  # fmt: skip
     return x
 

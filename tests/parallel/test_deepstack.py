@@ -17,7 +17,7 @@ from mmtrain.modality.bitfield import language_bits
 from mmtrain.modality.positions import token_positions
 from mmtrain.modality.submesh import Submesh
 from mmtrain.models.attention.context import attention_context
-from mmtrain.models.batch import IGNORE_INDEX
+from mmtrain.models.batch import IGNORE_INDEX, head_arguments
 from mmtrain.models.build import build_chunk
 from mmtrain.models.initialise import init_weights
 from mmtrain.planner.iteration import IterationPlanner
@@ -174,7 +174,7 @@ def test_a_stage_holds_the_bytes_that_are_planned(frozen):
     arguments = {
         "vision": {"grids": tuple(image.grid for image in counts.images)},
         "language": {
-            "attention": attention_context(language_bits(counts)), "labels": labels,
+            "attention": attention_context(language_bits(counts)), **head_arguments(labels),
             "position_ids": torch.from_numpy(token_positions(counts.documents, 3)),
         },
     }  # fmt: skip

@@ -19,7 +19,7 @@ from mmtrain.modality.metadata import DocumentMeta, MicrobatchMeta
 from mmtrain.modality.typical import reference_sizes
 from mmtrain.models.adapter_layers import DropoutKeys
 from mmtrain.models.attention.context import attention_context
-from mmtrain.models.batch import IGNORE_INDEX
+from mmtrain.models.batch import IGNORE_INDEX, head_arguments
 from mmtrain.models.build import build_chunk
 from mmtrain.models.initialise import init_weights
 from mmtrain.models.trainable import is_adapter
@@ -197,7 +197,7 @@ def one_chunk(module, model, section=KEEP_ALL, layers=None, dtype=torch.float32,
         labels = torch.full((sum(LENGTHS),), IGNORE_INDEX)
         labels[::9] = 1
         positions = torch.cat([torch.arange(n) for n in LENGTHS])
-        kwargs = {"attention": attention_context(bits), "position_ids": positions, "labels": labels}
+        kwargs = {"attention": attention_context(bits), "position_ids": positions, **head_arguments(labels)}
         size = documents_work(LENGTHS, int((labels != IGNORE_INDEX).sum()))
     else:
         kwargs = {"grids": two_grids(model)}

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from mmtrain.models.loss import WholeVocabulary, loss_of
 from mmtrain.parallel.row_shards import RowShards
-from mmtrain.parallel.vocabulary import VocabularyEmbedding, VocabularyShards
+from mmtrain.parallel.vocabulary import VocabularyEmbedding, VocabularyShards, token_shards
 from tests.ranks import run_ranks
 from tests.reference import model_config
 
@@ -22,7 +22,11 @@ def tp_mesh():
 def losses(rank):
     """case -> (difference of the losses, of this rank's gradient; predictions of both; dtypes)."""
     mesh, generator = tp_mesh(), torch.Generator().manual_seed(0)
-    loss, part, all_tokens = loss_of(model_config()), VocabularyShards(mesh.get_group()), WholeVocabulary()
+    loss, part, all_tokens = (
+        loss_of(model_config()),
+        VocabularyShards(token_shards(mesh.get_group(), RowShards(mesh))),
+        WholeVocabulary(),
+    )
     ordinary = 3 * torch.randn(7, WORDS, generator=generator)
     ties = torch.zeros(4, WORDS)
     ties[1, [5, 7]] = 2.0  # in one part, or in two

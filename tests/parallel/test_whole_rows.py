@@ -142,7 +142,6 @@ def two_blocks(rank, cases):
         for divide in (False, True):
             make = divided_chunk if divide else lambda module, model, mesh: one_chunk(module, model)
             chunk, x, kwargs, _ = make(module, model, mesh)
-            kwargs.pop("labels", None)
             x = x.requires_grad_()
             with Collectives() as forward:
                 y = chunk(x, **kwargs)
@@ -193,7 +192,6 @@ def held_bytes(rank, blocks, ends):
         kept = []
         for count in (1, 2):  # rotary tables are shared by the blocks of a chunk
             chunk, x, kwargs, size = divided_chunk(module, model, mesh, layers=(1, 1 + count), dtype=dtype)
-            kwargs.pop("labels", None)
             kept.append(whole.kept_bytes(chunk, x.requires_grad_(), kwargs))
         chunk, x, kwargs, size = divided_chunk(module, model, mesh, dtype=dtype)
         waiting, _, _ = halves(chunk, x.requires_grad_(), kwargs)

@@ -2,17 +2,21 @@ from dataclasses import replace
 
 import pytest
 
+from mmtrain.config.config import load
 from mmtrain.config.planner import PlannerConfig
 from mmtrain.costs.cost_model import FlopsCosts, LayerTimes
 from mmtrain.costs.overheads import Overheads
+from mmtrain.errors import PlanError
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.batching import make_batching
+from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.partition.partition import partition
 from mmtrain.planner.prices import LEAST_BACKWARD_S
 from mmtrain.planner.problem import make_problem
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.problem import PlanningProblem
+from mmtrain.simulator.job import make_job
 from mmtrain.spec.spec import ModelSpec, ModuleSpec
 from mmtrain.spec.work_size import Rates, WorkSize
 from tests.planner.specs import META, microbatch, vlm
@@ -82,6 +86,69 @@ def test_weight_gradients_of_a_layer_without_linear_layers_are_in_the_first_half
     assert stage.backward_weight_s == pytest.approx(52 / 1e3)  # the second layer's
     assert stage.backward_input_s == pytest.approx(linear.backward_input_s + 52 / 1e3)
     assert stage.weight_bytes == 52 * 3
+
+
+def with_head(chunk: int, *more: str, tokens: int = 10_000) -> tuple[PlanningProblem, ModelSpec, WorkSize]:
+    """A text job on two pipeline ranks with the head in pieces, or in one. Args: more: overrides."""
+    values = [
+        "parallelism.pipeline_parallel_degree=2",
+        f"model.language.config.vocab_size={tokens}",
+        f"training.loss_chunk_tokens={chunk}",
+        "planner.flops_per_s=2e10",
+        *more,
+    ]
+    job = make_job(load("debug_text.toml", [f"--{value}" for value in values]))
+    meta = IterationMeta(microbatches=tuple(microbatch(i, [], tokens) for i, tokens in enumerate((90, 200))))
+    batching = make_batching(meta, job.spec)
+    return IterationPlanner(job).problem(meta, searched=True)[1], job.spec, batching.sizes[-1]
+
+
+def test_a_head_in_pieces_keeps_no_logits_and_works_in_its_backward() -> None:
+    (pieces, spec, size), (whole, plain, _) = with_head(16), with_head(0)
+    head, before = spec.text.layers[-1], plain.text.layers[-1]
+    ours, theirs = pieces.options(1, 1)[0], whole.options(1, 1)[0]
+    assert (head.loss_chunk_tokens, before.loss_chunk_tokens) == (16, 0)
+    product_s = before.matmul_flops(size) / 2e10
+    assert ours.forward_s == pytest.approx(theirs.forward_s - product_s)
+    assert ours.backward_input_s == pytest.approx(theirs.backward_input_s + 2 * product_s)  # logits, weight gradient
+    assert ours.backward_weight_s == pytest.approx(theirs.backward_weight_s - product_s)
+    assert theirs.activation_bytes - ours.activation_bytes == size.outputs * 4 * 10_000
+    assert (ours.restored_bytes, theirs.restored_bytes) == (head.temporary_bytes(size), 0.0)
+    assert head.temporary_bytes(size) == 4 * 10_000 * (16 + 128) + 4 * 128 * size.outputs
+    assert theirs.weight_bytes - ours.weight_bytes == before.linear_bytes(size)
+
+
+def test_a_part_of_a_head_in_pieces_repeats_its_product() -> None:
+    more = ('parallelism.vocabulary_parallel="pipeline"',)
+    (pieces, spec, size), (whole, plain, _) = with_head(16, *more), with_head(0, *more)
+    stages = {module.name: module.stages[0] for module in pieces.graph.modules}
+    work = [w for w, of in enumerate(pieces.graph.works) if pieces.graph.modules[of.module].name == "head.1"][-1]
+    ours, theirs = (found.options(stages["head.1"], work)[0] for found in (pieces, whole))
+    head, before = (of.module("head.1").layers[0] for of in (spec, plain))
+    product_s = before.matmul_flops(size) / 2e10
+    assert ours.forward_s == theirs.forward_s == pytest.approx(product_s)
+    assert ours.backward_input_s == pytest.approx(3 * product_s)
+    assert theirs.backward_input_s == pytest.approx(product_s) == theirs.backward_weight_s
+    assert theirs.activation_bytes - ours.activation_bytes == size.outputs * 4 * 5_000
+    assert ours.restored_bytes == head.temporary_bytes(size) == 4 * 5_000 * (16 + 128) + 8 * 128 * size.outputs
+
+
+def test_under_a_limit_each_mix_of_strategies_has_the_temporary_bytes_of_the_head() -> None:
+    found, spec, size = with_head(16, "planner.activation_memory_gib=0.2")
+    options = found.options(1, 1)
+    assert len(options) > 2
+    assert {option.restored_bytes for option in options} == {spec.text.layers[-1].temporary_bytes(size)}
+    with pytest.raises(PlanError, match="over the memory limit of"):  # of which the pieces alone take 6 MB
+        with_head(16, "planner.activation_memory_gib=0.005")
+
+
+def test_forward_only_a_head_in_pieces_needs_its_temporary_bytes() -> None:
+    job = make_job(load("debug_text.toml", ["--training.loss_chunk_tokens=16"]))
+    meta = IterationMeta(microbatches=(microbatch(0, [], 90),))
+    plan = IterationPlanner(job).plan(meta, forward_only=True)
+    head, size = job.spec.text.layers[-1], make_batching(meta, job.spec).sizes[0]
+    expected = head.activation_bytes(size) + head.temporary_bytes(size)
+    assert plan.problem.options(0, 0)[0].activation_bytes >= expected > head.activation_bytes(size)
 
 
 def test_forward_only_has_no_backward_at_all() -> None:

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mmtrain.modality.bitfield import language_bits
 from mmtrain.modality.metadata import DocumentMeta, MicrobatchMeta
 from mmtrain.models.attention.context import attention_context
+from mmtrain.models.batch import head_arguments
 from mmtrain.models.build import build_chunk
 from mmtrain.models.initialise import init_weights
 from mmtrain.spec.builders import model_spec
@@ -40,7 +41,7 @@ def inputs(model, spec, module, layer, dtype):
         positions = torch.cat([torch.arange(n) for n in LENGTHS])
         documents = [DocumentMeta(sample=i, num_tokens=n, num_targets=0, images=()) for i, n in enumerate(LENGTHS)]
         attention = attention_context(language_bits(MicrobatchMeta(documents=tuple(documents))))
-        kwargs = {"attention": attention, "position_ids": positions, "labels": labels}
+        kwargs = {"attention": attention, "position_ids": positions, **head_arguments(labels)}
         # The counter also counts the pairs that a causal mask leaves out.
         size = WorkSize(rows=rows, pairs=sum(n * n for n in LENGTHS), outputs=7)
         first = torch.randint(0, 96, (rows,), generator=generator)

@@ -341,6 +341,76 @@ class CrossEntropy:
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkedHead:
+    """[R, inputs] -> a scalar: logits and their loss piece by piece, of which nothing is kept; I makes the weight
+    gradient, too. The launches of one piece are counted.
+
+    Pieces of positions read the weight, and read and write its gradient, once each. Logits and loss are operators of
+    the forward here, which leaves them to the backward. A part of the tokens, whose backward repeats the product, has
+    pieces of tokens, which read and write as all logits do.
+    """
+
+    name: str
+    inputs: float
+    outputs: float
+    chunk_tokens: int
+    """Positions of a piece."""
+    repeats: bool
+    """It is a part."""
+    trainable: bool = True
+
+    def __call__(self, x: Var) -> Var:
+        tape, e, rows = x.tape, x.tape.dtype_bytes, x.rows
+        weight = tape.parameter(f"{self.name}.weight", self.inputs * self.outputs, trainable=self.trainable)
+        needs_grad = x.needs_grad or self.trainable
+        logits = tape.var(self.name, rows=rows, columns=self.outputs, needs_grad=needs_grad)
+        weight_bytes = Rates(fixed=self.inputs * self.outputs * e)
+        if not self.repeats:
+            weight_bytes = rows * (2 * self.inputs * self.outputs * e / self.chunk_tokens)
+        num_bytes, inside = rows * ((self.inputs + self.outputs) * e) + weight_bytes, Phase.BACKWARD_INPUT
+        of_product = _weight_product(
+            self.name, x, weight, logits, reach=self.inputs, num_bytes=num_bytes, weight_phase=inside
+        )
+        number = rows * self.outputs
+        loss = tape.var("loss", rows=Rates(), columns=0, needs_grad=needs_grad)
+        # To float32; the largest; the target's; less the largest, exponentials, in place; their sum.
+        of_loss, kind, made = number * (e + 7 * 4), OpKind.CROSS_ENTROPY, (logits.tensor,)
+        tape.stream("loss", kind=kind, num_bytes=of_loss, inputs=made, outputs=(loss.tensor,), launches=8)
+
+        def gradients(grad: int) -> Mapping[Var, int]:
+            of_logits = tape.tensor(f"{self.name}.grad", logits.num_bytes)
+            # Exponentials times the gradient, in place; to the dtype of compute.
+            of_grad, launches = number * (3 * 4 + e), 4
+            if self.repeats:
+                again = tape.tensor(f"{self.name}.again", logits.num_bytes)
+                columns, reach = Rates(fixed=self.outputs), Rates(fixed=self.inputs)
+                tape.product(
+                    f"{self.name}.again",
+                    rows,
+                    columns,
+                    reach,
+                    flops=number * (2 * self.inputs),
+                    num_bytes=num_bytes,
+                    phase=inside,
+                    inputs=(x.tensor, weight.tensor),
+                    outputs=(again,),
+                )
+                of_grad, launches = of_grad + number * (e + 5 * 4), 8  # to float32, less the largest, exponentials
+            tape.stream(
+                "loss.backward",
+                kind=kind,
+                num_bytes=of_grad,
+                phase=inside,
+                inputs=(grad, logits.tensor),
+                outputs=(of_logits,),
+                launches=launches,
+            )
+            return of_product(of_logits)
+
+        return tape.record(loss, gradients)
+
+
+@dataclass(frozen=True, slots=True)
 class SquaredError:
     """Predictions [R, columns] -> a scalar; keeps the difference to the targets in float32."""
 

@@ -13,6 +13,7 @@ from mmtrain.costs.operators.layer_builder import PROJECTOR_LINEARS, DescribedMo
 from mmtrain.costs.operators.modules import (
     AddRow,
     Attention,
+    ChunkedHead,
     Convolution,
     CrossEntropy,
     Elementwise,
@@ -252,8 +253,18 @@ class TransformerLayer(LayerBuilder):
         return self._for_parts("head", x)
 
     def _losses(self, shape: LanguageShape, x: Var) -> Var:
-        logits = self._linear("lm_head", shape.width, shape.vocab_size / self.tp, bias=False)(x)
-        loss = CrossEntropy("loss", shape.vocab_size / self.tp)(logits)
+        if self.layer.loss_chunk_tokens:
+            loss = ChunkedHead(
+                "lm_head",
+                shape.width,
+                shape.vocab_size / self.tp,
+                chunk_tokens=self.layer.loss_chunk_tokens,
+                repeats=self.of.is_part,
+                trainable=self.trainable,
+            )(x)
+        else:
+            logits = self._linear("lm_head", shape.width, shape.vocab_size / self.tp, bias=False)(x)
+            loss = CrossEntropy("loss", shape.vocab_size / self.tp)(logits)
         if self.tp > 1:  # the largest logit; then the sum of exponentials and the target's logit
             sent = sent_bytes(OpKind.ALL_REDUCE, 4.0, self.tp)
             for numbers in (1, 2):

@@ -13,7 +13,7 @@ from mmtrain.modality.metadata import MicrobatchMeta
 from mmtrain.modality.positions import token_positions
 from mmtrain.modality.submesh import Indices
 from mmtrain.models.attention.context import AttentionContext, attention_context
-from mmtrain.models.batch import IGNORE_INDEX, by_module, labelled_tokens
+from mmtrain.models.batch import IGNORE_INDEX, by_module, head_arguments, labelled_tokens
 from mmtrain.models.chunk import FeatureRows
 from mmtrain.parallel.context import RowExchange
 from mmtrain.parallel.feeds.inputs import Arguments, StepInputs
@@ -126,8 +126,9 @@ class DocumentsFeed:
             }
         if last and self._chooses_rows:
             kwargs["labelled"] = inputs.to_device(torch.from_numpy(self._layout.labelled(index, inputs.mesh.place.cp)))
-        elif last:
-            kwargs["labels"] = inputs.take(inputs.labels[index], rows, IGNORE_INDEX)
+        elif last:  # found on the host: a device would make it wait
+            of_head = head_arguments(inputs.at(inputs.labels[index], rows, IGNORE_INDEX))
+            kwargs |= {name: inputs.to_device(tensor) for name, tensor in of_head.items()}
             kwargs |= {"want_predictions": inputs.want_predictions, "want_losses": inputs.want_losses}
         return args, kwargs
 

@@ -42,8 +42,12 @@ class StepInputs:
 
     def take(self, values: Tensor, indices: Indices, padding: int) -> Tensor:
         """[..., n]: values [..., T] at the n indices, with `padding` for the indices -1, on the device."""
+        return self.to_device(self.at(values, indices, padding))
+
+    def at(self, values: Tensor, indices: Indices, padding: int) -> Tensor:
+        """`take`, on the host."""
         index = torch.from_numpy(indices)
-        return self.to_device(values[..., index.clamp(min=0)].masked_fill(index < 0, padding))
+        return values[..., index.clamp(min=0)].masked_fill(index < 0, padding)
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """The tensor on this rank's device."""

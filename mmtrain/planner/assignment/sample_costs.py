@@ -27,6 +27,7 @@ from mmtrain.schedule.io import strict_json
 from mmtrain.spec.builders import DTYPE_BYTES, model_spec
 from mmtrain.spec.recomputation import Recomputation
 from mmtrain.spec.spec import ModelSpec
+from mmtrain.spec.vocabulary import with_loss_chunks
 from mmtrain.spec.work_size import WorkSize
 
 VERSION = 1
@@ -69,6 +70,7 @@ class SamplePricer:
     def of(cls, config: Config) -> "SamplePricer":
         """The pricer of a job. Raises: ConfigError: the model cannot be built, or has no costs."""
         spec = model_spec(config.model, dtype_bytes=DTYPE_BYTES[config.training.mixed_precision_param])
+        spec = with_loss_chunks(spec, config)
         return cls(
             spec=spec,
             costs=cost_model(config, spec),

@@ -41,9 +41,9 @@ def search(
     An infeasible problem is a result with that status and a message, not an exception. Without numba the plan is that
     of `interleave`. With blocks, and works that are one V, STP's plan counts too.
 
-    On each rank room is kept for the largest `restored_bytes` of any option, chosen or not. Where options without these
-    exist for all stages and works, half of the budget goes to plans with only such options, which can use the whole
-    limit.
+    On each rank room is kept for the largest `restored_bytes` of any option, chosen or not. Where some options of a
+    stage and work have less of these than others, half of the budget goes to plans with only those of the least, which
+    can use more of the limit.
 
     Instructions are added to the plan that the search finds without them.
 
@@ -184,12 +184,16 @@ def _search_twice(problem: PlanningProblem, options: SearchOptions, cancelled: C
 
 
 def _without_restoring(problem: PlanningProblem) -> tuple[PlanningProblem, list[list[int]]] | None:
-    """The problem with only those options that restore nothing, and their indices. None: some stage has no such
-    option, all options are such, or no rank has a limit."""
+    """The problem with only those options that restore the least of their stage and work, and their indices. None: all
+    options are such, or no rank has a limit."""
     if all(limit is None for limit in problem.memory_limit_bytes):
         return None
-    kept = [[i for i, option in enumerate(options) if not option.restored_bytes] for options in problem.costs]
-    if not all(kept) or all(len(indices) == len(options) for indices, options in zip(kept, problem.costs, strict=True)):
+    least = [min(option.restored_bytes for option in options) for options in problem.costs]
+    kept = [
+        [i for i, option in enumerate(options) if option.restored_bytes == few]
+        for few, options in zip(least, problem.costs, strict=True)
+    ]
+    if all(len(indices) == len(options) for indices, options in zip(kept, problem.costs, strict=True)):
         return None
     costs = tuple(tuple(options[i] for i in indices) for indices, options in zip(kept, problem.costs, strict=True))
     return replace(problem, costs=costs), kept

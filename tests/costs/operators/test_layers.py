@@ -18,12 +18,14 @@ from mmtrain.spec.linears import adapted_linears
 from mmtrain.spec.modules import projection_of
 from mmtrain.spec.shapes import dit_shape, language_shape
 from mmtrain.spec.vision_shapes import vision_shape
+from mmtrain.spec.vocabulary import divided_vocabulary
 from mmtrain.spec.work_size import TIME_ROWS, WorkSize
 from tests.costs.operators.graphs import LATENCIES
 from tests.lora import with_lora
 from tests.models.conftest import VISION_MODELS, tiny_model
 from tests.models.dits import Clips, chunk, t2v
 from tests.models.towers import two_towers
+from tests.reference import in_chunks
 
 FAMILIES = [
     *VISION_MODELS,
@@ -78,6 +80,36 @@ def check(model: ModelConfig, module: str) -> None:
 @pytest.mark.parametrize("frozen", [(), ("encoder",), ("encoder", "language")])
 def test_operators_have_the_flops_and_parameters_of_their_layer(module, choice, frozen) -> None:  # type: ignore[no-untyped-def]
     check(tiny_model(**choice, frozen=frozen), module)
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize(("frozen", "input_grad"), [((), True), ((), False), (("language",), True)], ids=str)
+def test_operators_of_a_head_in_pieces(frozen: tuple[str, ...], input_grad: bool, tp: int) -> None:
+    """I makes the weight gradient; W has nothing to do. Sizes are of one rank."""
+    model = tiny_model(frozen=frozen)
+    spec = in_chunks(model_spec(model, dtype_bytes=2), model, 3, tp)
+    made, head = describer(model, "language", LinkedDivision(tp=tp)), spec.text.layers[-1]
+    assert head.loss_chunk_tokens == 3
+    tape, wanted = made.tape(head, input_grad=input_grad), head.flops(SIZE, input_grad=input_grad)
+    found = [tp * flops(tape.graph(), phase) for phase in Phase]
+    assert found == pytest.approx([wanted.forward, wanted.backward_input + wanted.backward_weight, 0.0])
+    plain = made.tape(model_spec(model, dtype_bytes=2).text.layers[-1], input_grad=input_grad)
+    assert sum(p.count for p in tape.parameters) == sum(p.count for p in plain.parameters)
+    assert {op.device for op in tape.graph().operators} == {op.device for op in plain.graph().operators}
+
+
+@pytest.mark.parametrize("frozen", [(), ("language",)], ids=str)
+def test_operators_of_a_part_of_a_head_in_pieces(frozen: tuple[str, ...]) -> None:
+    """I repeats its product, too."""
+    model = tiny_model(frozen=frozen)
+    spec = in_chunks(divided_vocabulary(model_spec(model, dtype_bytes=2), 2), model, 3)
+    head = spec.module("head.1").layers[0]
+    shape = dataclasses.replace(language_shape(model), vocab_size=48)
+    tape = LayerDescriber(shape=shape, is_part=True).tape(head, input_grad=True)
+    wanted = head.flops(SIZE, input_grad=True)
+    assert head.loss_chunk_tokens == 3 and head.repeated_flops(SIZE) == wanted.forward
+    inside = wanted.backward_input + wanted.backward_weight + wanted.forward
+    assert [flops(tape.graph(), phase) for phase in Phase] == pytest.approx([wanted.forward, inside, 0.0])
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
