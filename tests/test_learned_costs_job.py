@@ -40,5 +40,5 @@ def test_plans_change_and_losses_do_not(tmp_path, charts):
 
 @pytest.mark.parametrize("other", ["elastic.enable=true", "parallelism.pipelines=[1, 2]"])
 def test_pipelines_of_several_depths_learn_no_costs(tmp_path, charts, other):
-    with pytest.raises(ConfigError, match="planner.learn_costs = true with"):
+    with pytest.raises(ConfigError, match=r"planner\.learn_costs = true with"):
         config.load(write_config(tmp_path, charts), [*LEARNING, "checkpoint.enable=true", other])
