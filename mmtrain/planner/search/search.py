@@ -224,7 +224,7 @@ def _shortest_s(problem: PlanningProblem, options: SearchOptions) -> float:
         only = None if options.memory else choose_options(problem, components(problem.graph))
     except PlanError:
         return math.inf
-    run = SearchRun(problem, options, only, lambda: False, bound_s=0.0)
+    run = SearchRun(problem, options, only, lambda: False, bound_s=0.0, polishes=False)
     run.run()
     return run.cost_s
 

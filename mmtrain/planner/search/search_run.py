@@ -18,6 +18,7 @@ from mmtrain.planner.search.evaluate import LAST_ITERATIONS, cost_of, evaluate, 
 from mmtrain.planner.search.instance import NO_DRAWS, Searched
 from mmtrain.planner.search.kernels.arrays import RANK, SPLITS, Decoder, Workspace
 from mmtrain.planner.search.orders import Order, by_component, component_orders
+from mmtrain.planner.search.polish import Polished
 from mmtrain.planner.search.search_options import CHAINS, SearchOptions
 from mmtrain.schedule.numba_start import load_numba
 from mmtrain.schedule.passes.braid import braid
@@ -30,6 +31,8 @@ EVALUATIONS_PER_CHAIN = 2000
 LEAST_PER_CHAIN = 500
 """From here on a second chain is worth more than a longer first one, which may get stuck."""
 MOST_CHAINS = 16
+POLISH_SHARE = 0.5
+"""Part of the budget, its last, in which plans are changed action by action."""
 SWEEP_SHARE = 0.4
 """Largest part of the budget that the sweep may use."""
 SEARCH_DRAWS = 8
@@ -59,8 +62,14 @@ class SearchRun:
         only: Mapping[tuple[int, int], int] | None,
         cancelled: Callable[[], bool],
         bound_s: float | None = None,
+        *,
+        polishes: bool = True,
     ) -> None:
-        """Args: only: (stage, work) -> its option; None: they are chosen. bound_s: of all plans; None: computed."""
+        """Args:
+        only: (stage, work) -> its option; None: they are chosen.
+        bound_s: of all plans; None: computed.
+        polishes: whether plans are also changed action by action, where there is neither noise nor a block.
+        """
         load_numba()
         self.problem, self.options, self._cancelled = problem, options, cancelled
         self.bound_s = lower_bound_s(problem) if bound_s is None else bound_s
@@ -69,7 +78,11 @@ class SearchRun:
         """With draws of seconds, if there is noise."""
         self.evaluations = 0
         self._best: list[Start] = []
-        """The best plans, best first."""
+        """The best decoded plans, best first."""
+        self._polished: Polished | None = None
+        """The best of the plans that were changed action by action."""
+        self._polishes = polishes and options.reorder and options.strategy == "anneal"
+        self._polishes = self._polishes and options.noise == EXACT and not self._braids
         self._start_s = time.perf_counter()
         self._workspaces: list[Workspace] = []
 
@@ -80,8 +93,7 @@ class SearchRun:
         with ThreadPoolExecutor(self.options.threads) if several else nullcontext() as pool:
             run = pool.map if pool else map
             starts = self._sweep(run)
-            why = self._why_over()
-            return why or self._go_on(run, starts)
+            return self._why_over() or self._go_on(run, starts) or self._polish(run)
 
     def plan(self) -> Plan | None:
         """The checked best plan; None if none fits."""
@@ -103,6 +115,10 @@ class SearchRun:
             return None
         finish(best, iterations)
         self._best = [best._replace(cost=cost)]
+        if self._polished:
+            polished = self._polished.best()
+            if join(self.searched, polished) < cost:
+                w = polished
         plan = self.searched.plan(w)
         if self._braids and exact:
             plan = braid(plan, self.problem)
@@ -124,7 +140,8 @@ class SearchRun:
     @property
     def cost_s(self) -> float:
         """Makespan of the best plan, or its mean over draws; inf: there is none."""
-        return self._best[0].cost if self._best else math.inf
+        polished_s = self._polished.cost if self._polished else math.inf
+        return min(polished_s, self._best[0].cost if self._best else math.inf)
 
     # ------------------------------------------------------------------------------------ budget
 
@@ -218,7 +235,7 @@ class SearchRun:
         With noise they go by the makespan first, which finds good plans sooner, then on from these by the mean.
         """
         if self.options.noise == EXACT:
-            return self._run_chains(run, self.searched, starts, 1.0)
+            return self._run_chains(run, self.searched, starts, 1 - POLISH_SHARE if self._polishes else 1.0)
         self._run_chains(run, replace(self.searched, factors=NO_DRAWS), starts, 1 - ROBUST_SHARE)
         self._best = sorted((self._by_mean(start) for start in self._best), key=lambda start: start.cost)
         # No order may have fitted yet: chains then go on from where they began.
@@ -256,6 +273,30 @@ class SearchRun:
             list(run(lambda chain: chain.run(each, before, after), chains))  # noqa: B023
             for chain in chains:
                 self._note(chain.best)
+            why = self._why_over()
+        return why
+
+    def _polish(self, run: _Map) -> str:
+        """Changes the best plans action by action until the search is over; returns why."""
+        options, begin = self.options, self._progress
+        count = num_chains(options.budget_evaluations) if options.budget_evaluations else options.threads
+        chains = [
+            Polished.of(self.searched, start, ITERATIONS, options.seed + 1000 * i)
+            for i, start in enumerate(self._best[:count])
+        ]
+        chunk = max(1, CHUNK // max(1, len(self.searched.nodes)))
+        why = self._why_over() or ("" if chains else "no plan fits")
+        while not why:
+            each = chunk
+            if options.budget_evaluations:
+                remaining = options.budget_evaluations - self.evaluations
+                each = min(chunk, max(1, remaining // len(chains)))
+                chains = chains[:remaining]
+            before = self._progress
+            self.evaluations += each * len(chains)
+            parts = [(part - begin) / max(1e-9, 1 - begin) for part in (before, self._progress)]
+            list(run(lambda chain: chain.run(each, *parts), chains))  # noqa: B023
+            self._polished = min(chains, key=lambda chain: chain.cost)
             why = self._why_over()
         return why
 

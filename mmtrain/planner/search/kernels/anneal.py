@@ -20,27 +20,11 @@ from mmtrain.planner.search.kernels.arrays import (
 from mmtrain.planner.search.kernels.compiler import entry, inner, part
 from mmtrain.planner.search.kernels.decode import assume, decode
 from mmtrain.planner.search.kernels.memory import choose_all
+from mmtrain.planner.search.kernels.random_numbers import below, uniform
 from mmtrain.planner.search.kernels.replay import cost_of, join
 
 ANNEAL, EVALUATE, CHOOSE, JOIN, COST = range(5)
 """Modes of `run`."""
-
-
-@inner
-def _uniform(state: Any) -> float:
-    """The next number in [0, 1) (xorshift64*)."""
-    x = state[0]
-    x ^= x >> np.uint64(12)
-    x ^= x << np.uint64(25)
-    x ^= x >> np.uint64(27)
-    state[0] = x
-    return float((x * np.uint64(2685821657736338717)) >> np.uint64(11)) / 9007199254740992.0
-
-
-@inner
-def _below(state: Any, count: int) -> int:
-    """The next index in [0, count)."""
-    return min(count - 1, int(_uniform(state) * count))
 
 
 @inner
@@ -91,18 +75,18 @@ def _move_component(component_of: Any, at: Any, group_at: Any, swap: Any, compon
 @inner
 def _change_decoder(decoder: Any, state: Any, can_split: bool, can_braid: bool) -> None:
     """One random step of one parameter; of a module's assumption, or of that of all modules alike."""
-    which = _below(state, 5 + int(can_split) + int(can_braid))
+    which = below(state, 5 + int(can_split) + int(can_braid))
     if which < 2:
         modules = (decoder.size - MEMORY) >> 1
-        module, step = _below(state, modules + 1), 0.3 * (_uniform(state) - 0.5)
+        module, step = below(state, modules + 1), 0.3 * (uniform(state) - 0.5)
         for i in range(modules):
             if (module == modules) | (module == i):
                 at = MEMORY + which * modules + i
                 decoder[at] = min(1.0, max(0.0, decoder[at] + step))
     elif which == 2:
-        decoder[GAP] = 0.25 * int(5 * _uniform(state))
+        decoder[GAP] = 0.25 * int(5 * uniform(state))
     elif which == 3:
-        decoder[WAIT] = 0.25 * int(5 * _uniform(state))
+        decoder[WAIT] = 0.25 * int(5 * uniform(state))
     elif which == 4:
         decoder[BACKWARD_FIRST] = 1.0 - decoder[BACKWARD_FIRST]
     else:
@@ -160,27 +144,27 @@ def _propose(
     for i in range(chain.decoder.size):
         w.old_decoder[i] = chain.decoder[i]
     begin, end, low, high, component, changed = FORWARD, BACKWARD + 1, 0, 0, -1, False
-    dice = _uniform(state)
+    dice = uniform(state)
     if num_groups < 2 or not reorder or dice < 0.06:
         _change_decoder(chain.decoder, state, can_split, can_braid)
         changed = True
     elif dice < 0.2:
-        component, target = component_of[_below(state, num_groups)], _below(state, num_groups)
+        component, target = component_of[below(state, num_groups)], below(state, num_groups)
         high = num_groups
         for direction in range(2):
             _save(chain.group_at, w.swap, direction, low, high)
             _move_component(component_of, chain.at[direction], chain.group_at[direction], w.swap, component, target)
     else:
-        begin, source = int(2 * _uniform(state)), _below(state, num_groups)
+        begin, source = int(2 * uniform(state)), below(state, num_groups)
         end = begin + 1
-        reach = num_groups if _uniform(state) < 0.5 else max(2, num_groups // 16)
-        far = 1 + _below(state, reach)
-        target = source + far if _uniform(state) < 0.5 else source - far
+        reach = num_groups if uniform(state) < 0.5 else max(2, num_groups // 16)
+        far = 1 + below(state, reach)
+        target = source + far if uniform(state) < 0.5 else source - far
         target = min(num_groups - 1, max(0, target))
         low, high = min(source, target), max(source, target) + 1
         _save(chain.group_at, w.swap, begin, low, high)
         at, group_at = chain.at[begin], chain.group_at[begin]
-        if _uniform(state) < 0.5:
+        if uniform(state) < 0.5:
             _shift(at, group_at, source, target)
         else:
             first, second = group_at[source], group_at[target]
@@ -267,7 +251,7 @@ def run(
             changed = changed or decodes
             same = _decodes_alike(w, chain, component_of, begin, end, low, high, component)
             temperature = hot * (cold / hot) ** (number / evaluations) * chain.cost[1]
-            most = chain.cost[0] - temperature * np.log(1.0 - _uniform(chain.random))
+            most = chain.cost[0] - temperature * np.log(1.0 - uniform(chain.random))
         if same:
             continue
         if changed:
