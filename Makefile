@@ -39,6 +39,8 @@ data/pairs/README.md: | venv
 
 train: venv data
 	$(BIN)/mmtrain train --config debug_qwen2_vl.toml
+	rm -rf outputs/charts_model
+	$(BIN)/mmtrain export outputs/debug_qwen2_vl outputs/charts_model
 
 train-video: venv squares
 	$(BIN)/mmtrain train --config debug_square.toml

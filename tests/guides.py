@@ -114,7 +114,9 @@ def run_anew(command: Command, folder: Path) -> str:
 
 
 def _short(command: Command, more: tuple[str, ...] = ()) -> tuple[str, ...]:
-    return command.words + ((*SHORT, *more) if {"train", "train.py"} & set(command.words) else ())
+    kinds = {"train": SHORT, "train.py": SHORT, "finetune": ("--validation.generate_tokens=2",)}
+    short = next((kinds[word] for word in command.words if word in kinds), None)
+    return command.words if short is None else (*command.words, *short, *more)
 
 
 MADE_BEFORE = ("debug_qwen2_vl", "debug_t2v", "debug_square")

@@ -98,6 +98,8 @@ def prepared(wanted: Wanted, devices: Devices) -> FineTuning:
     seq_len = given.get("training", {}).get("seq_len", 2**20)
     probe = merged_tables(merged_tables(start, given), {"training": {"seq_len": seq_len, "global_batch_size": 1}})
     probe["training"] |= {"steps": 1, "epochs": 0.0}
+    for section in ("validation", "checkpoint"):  # what is given of them goes with what is written below
+        probe.pop(section, None)
     start["data"] |= _held_out(of_table(probe, "mmtrain finetune"))
     probe["data"] |= {**start["data"], **given.get("data", {})}
     job = of_table(probe, "mmtrain finetune")

@@ -111,8 +111,8 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str, *tuple[str, ...]]] = {
     "a shape": (of_model(weights(reshaped)), "has shape (96,) in the checkpoint, but the config makes (48,)"),
     "a tensor": (of_model(weights(lambda tensors: tensors.pop(next(iter(tensors))))), "the checkpoint misses"),
     "a family": (of_model(edited(CONFIG, lambda values: values.update(model_type="gpt7"))), "gpt7"),
-    "sizes": (of_model(edited(CONFIG, lambda v: v["text_config"].update(intermediate_size=96))), "config makes (96, 48)"),
-    "no adapters": (nothing, "adapter_config.json", "--model.lora.pretrained=none", '--model.language.trainable="lora"'),
+    "sizes": (of_model(edited(CONFIG, lambda v: v["text_config"].update(intermediate_size=96))), "makes (96, 48)"),
+    "no adapters": (nothing, "adapter_config.json", "--model.lora.pretrained=x", "--model.language.trainable='lora'"),
     # Tokenizer and template
     "no tokenizer": (of_model(lambda folder: (folder / TOKENIZER).unlink()), "has no tokenizer"),
     "a cut tokenizer": (cut(TOKENIZER), "tokenizer"),
@@ -137,11 +137,12 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str, *tuple[str, ...]]] = {
     "hardware": (nothing, "does not exist", '--planner.hardware="h900x8"'),
     "a profile": (nothing, "none.json", '--planner.profile="none.json"'),
     "an own metric": (
-        nothing, "none.py", '--validation.metric="none.py:score"', "--validation.enable=true", "--validation.generate=1",
-        "--data.validation_part=0.2",
+        nothing, "none.py", "--validation.metric='none.py:score'", "--validation.enable=true",
+        "--validation.generate=1", "--data.validation_part=0.2",
     ),
     "an operator": (
-        nothing, "aten.nothing", '--activation_checkpoint.mode="ops"', "--activation_checkpoint.save_ops=['aten.nothing']",
+        nothing, "aten.nothing", "--activation_checkpoint.mode='ops'",
+        "--activation_checkpoint.save_ops=['aten.nothing']",
     ),
     "a key of others": (nothing, "training.epochs", "--training.num_train_epochs=1"),
 }  # fmt: skip

@@ -177,6 +177,12 @@ def test_what_is_written_for_fine_tuning(work, capsys):
     job = config.load("other/finetune.toml")
     assert job.model.language.trainable == "lora" and job.model.projector.trainable is False
     assert (job.training.steps, job.training.epochs, job.optimizer.lr) == (7, 0, 1e-4)
+    (work / "own.py").write_text("def score(answers, references):\n    return 1.0\n")
+    own = ("--validation.metric=own.py:score", "--checkpoint.keep_best=highest score", "--validation.patience=2")
+    assert main(["finetune", "whole", "data.json", "--dry-run", "--out", "own", *own]) == 0
+    job = config.load("own/finetune.toml")
+    assert (job.validation.metric, job.validation.generate) == ("own.py:score", 4)
+    assert (job.checkpoint.keep_best, job.validation.patience) == ("highest score", 2)
     assert "is of another fine-tuning" in error_of(capsys, "finetune", "whole", "data.json", "--out", "other")
 
 
@@ -198,6 +204,13 @@ def test_bad_input(work, capsys, monkeypatch):
     line = error_of(capsys, "finetune", "whole", "data.json", "--freeze", "audio")
     assert line == "error: finetune: --freeze audio; this model has vision, projector, language"
     assert "it must be above 0" in error_of(capsys, "finetune", "whole", "data.json", "--epochs", "0")
+    line = error_of(capsys, "finetune", "whole", "data.json", "--epochs", "2", "--training.steps=3")
+    assert "training.steps = 3 and training.epochs = 2 are both set; keep one" in line
+    stream = ("--data.streaming=true", "--data.shuffle=false", "--data.validation_split=train")
+    line = error_of(capsys, "finetune", "whole", "data.json", *stream)
+    assert "training.epochs = 3 with data.streaming = true: the number of samples of a stream is not known" in line
+    line = error_of(capsys, "finetune", "whole", "data.json", "--validation.metric=own.py:score")
+    assert line.startswith("error: validation.metric: own.py cannot be read")
     assert "unknown key optimizer.rl" in error_of(capsys, "finetune", "whole", "data.json", "--optimizer.rl=1")
     line = error_of(capsys, "finetune", "whole", "data.json", "--training.num_train_epochs=1")
     assert "num_train_epochs of Hugging Face Trainer, LLaMA-Factory, ms-swift is training.epochs" in line
