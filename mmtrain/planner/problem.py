@@ -162,10 +162,10 @@ def _check_restored(problem: PlanningProblem) -> None:
                 for option in problem.options(*node)
             )
             raise PlanError(
-                f"pp_rank {rank}: the tensors that a backward computes again or copies back, or a head makes in pieces, "
+                f"pp_rank {rank}: the tensors that a backward computes again or copies back, or a head makes in pieces "
                 f"take up to {show_bytes(most_bytes)}, over the memory limit of {show_bytes(limit)} for activations; "
-                "raise planner.memory_limit (or activation_memory_gib), or lower training.seq_len, loss_chunk_tokens or "
-                "model.encoder.sub_microbatch_size"
+                "raise planner.memory_limit (or activation_memory_gib), or lower training.seq_len, loss_chunk_tokens "
+                "or model.encoder.sub_microbatch_size"
             )
 
 
