@@ -1,4 +1,5 @@
-"""Jobs whose pipeline ranks divide the vocabulary do what undivided ones do, and go on from their checkpoints."""
+"""Jobs whose pipeline ranks divide the vocabulary, or whose heads make their logits in pieces, do what others do; those
+of a divided one go on from their checkpoints."""
 
 import json
 import shutil
@@ -46,6 +47,10 @@ def test_losses_validation_and_answers_are_those_of_an_undivided_job(tmp_path, c
     whole = run(tmp_path / "whole", charts, *model(tied=True))
     assert same(whole, run(tmp_path / "divided", charts, *model(tied=True), DIVIDED))
     assert written(tmp_path / "whole") == written(tmp_path / "divided")
+    for name, more in (("pieces", []), ("pieces, divided", [DIVIDED])):
+        pieces = run(tmp_path / name, charts, *model(tied=True), "training.loss_chunk_tokens=7", *more)
+        assert same(whole, pieces), name
+        assert written(tmp_path / name) == written(tmp_path / "whole"), name
 
 
 @pytest.mark.nightly

@@ -73,7 +73,7 @@ class IterationPlanner:
         Raises:
             DataError: an image or token of the batch would be lost or used twice.
             ConfigError: planner.memory_limit is a part of a device whose memory is not known.
-            PlanError: the tensors that the backward of one block restores exceed the memory limit by themselves.
+            PlanError: the tensors that one backward restores or makes exceed the memory limit by themselves.
         """
         job, limits = self.job, self.activation_limits or self.job.activation_limits
         if job.section.memory_limit and limits is None:

@@ -55,7 +55,7 @@ def make_problem(
         submesh: the ranks of a stage, which divide each work. Seconds and bytes are those of one rank; if whole images
             are divided, of the rank with the most patches.
         forward_only: there is no backward (validation); activations are freed at once.
-    Raises: PlanError: the tensors that the backward of one block restores exceed the memory limit by themselves, or a
+    Raises: PlanError: the tensors that one backward restores or makes exceed the memory limit by themselves, or a
         time, size or number is outside of `mmtrain.schedule.limits`.
     Source: DIP, arXiv:2504.14145, sections 4 and 5.3.
     """
@@ -152,7 +152,7 @@ def _problem(
 
 
 def _check_restored(problem: PlanningProblem) -> None:
-    """Checks that each rank has room for the tensors that the backward of one block restores."""
+    """Checks that each rank has room for the tensors that one backward restores, or makes in addition."""
     for rank, limit in enumerate(problem.memory_limit_bytes):
         if limit is not None and problem.held_limit_bytes[rank] == 0.0:
             most_bytes = max(
@@ -162,10 +162,10 @@ def _check_restored(problem: PlanningProblem) -> None:
                 for option in problem.options(*node)
             )
             raise PlanError(
-                f"pp_rank {rank}: the tensors that the backward of one block computes again or copies back take up to "
-                f"{show_bytes(most_bytes)}, over the memory limit of {show_bytes(limit)} for activations; raise "
-                "planner.memory_limit (or activation_memory_gib), or lower training.seq_len or "
-                "model.encoder.sub_microbatch_size"
+                f"pp_rank {rank}: the tensors that a backward computes again or copies back, or a head makes in pieces "
+                f"take up to {show_bytes(most_bytes)}, over the memory limit of {show_bytes(limit)} for activations; "
+                "raise planner.memory_limit (or activation_memory_gib), or lower training.seq_len, loss_chunk_tokens "
+                "or model.encoder.sub_microbatch_size"
             )
 
 

@@ -176,10 +176,12 @@ def with_loss_chunks(spec: ModelSpec, config: Config) -> ModelSpec:
 
 
 def loss_chunk_tokens(config: Config, num_tokens: int) -> int:
-    """Labelled positions of a microbatch whose logits a head makes at one time; 0: of all of them.
+    """Labelled positions of a microbatch whose logits a head makes at one time; 0: of all of them, or there is no head.
 
     Args: num_tokens: of the head, all ranks of tensor parallelism together.
     """
+    if config.model.reads_clips or config.model.reads_pairs:
+        return 0
     chosen, own = config.training.loss_chunk_tokens, num_tokens // config.parallelism.tensor_parallel_degree
     if chosen < 0:
         chosen = max(1, LOSS_CHUNK_BYTES // (_FLOAT32 * max(1, own)))

@@ -30,6 +30,7 @@ SMALL = {
     "python benchmarks/one_gpu.py": "--size tiny --rounds 1 --steps 1",
     "python benchmarks/memory.py accuracy": "",
     "python benchmarks/memory.py time": "--rounds 1",
+    "python benchmarks/memory.py head": "--tokens 1024 --rounds 1",
     "python benchmarks/host_memory.py": "--rounds 1 --steps 1",
     "python benchmarks/partition.py": "--jobs vlm_s --iterations 1",
     "python benchmarks/partition.py choices": "--jobs debug_text --iterations 1",

@@ -16,11 +16,12 @@ from mmtrain.modality.metadata import DocumentMeta, IterationMeta, MicrobatchMet
 from mmtrain.modality.positions import token_positions
 from mmtrain.models.attention.context import attention_context
 from mmtrain.models.batch import IGNORE_INDEX, head_arguments
+from mmtrain.models.build import build_chunk
 from mmtrain.models.loss import LOSSES, CrossEntropy, loss_of
 from mmtrain.models.reference import ReferenceModel
 from mmtrain.spec.builders import model_spec
 from tests.models.dits import WAN, t2v
-from tests.reference import make_batch, model_config
+from tests.reference import in_chunks, make_batch, model_config
 
 TORCH = {
     "cross_entropy": (model_config, nn.functional.cross_entropy, lambda shape: torch.randint(0, shape[1], shape[:1])),
@@ -88,6 +89,10 @@ def test_another_loss_is_one_entry(monkeypatch):
     changed = dataclasses.replace(model, language=dataclasses.replace(model.language, loss="z_loss"))
     ours = ReferenceModel(changed, spec, seed=0).loss_sum(*batch)
     torch.testing.assert_close(ours, expected, rtol=1e-6, atol=0)
+    with pytest.raises(
+        ConfigError, match=r"loss = 'z_loss' with training.loss_chunk_tokens = 2: only cross_entropy .* set 0"
+    ):
+        build_chunk(changed, in_chunks(spec, changed, 2), "language", (0, len(spec.text.layers)))
 
 
 @pytest.mark.parametrize("key", ["model.language.loss", "model.dit.loss"])

@@ -86,6 +86,15 @@ def test_split_backwards_make_the_same_gradients(shape, cases):
 
 
 @pytest.mark.ranks
+@pytest.mark.nightly
+def test_the_weight_of_a_head_may_be_gathered_at_each_use():
+    shape = JobLayout.grid(pp=2, cp=2)
+    names = frozenset({"vision", "language"})
+    cases = {name: replace(CASES[name], regathered=names, share_patches=True) for name in (*DIVIDED, "text, tied")}
+    check(run_ranks(run_layout, shape.world_size, shape, cases), TOLERANCE)
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("divided", [False, True])
 @pytest.mark.parametrize(
     "shape",

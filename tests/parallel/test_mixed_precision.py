@@ -20,19 +20,20 @@ from mmtrain.spec.builders import model_spec
 from mmtrain.spec.vocabulary import divided_vocabulary
 from tests.parallel.parity import MIXED, run_step
 from tests.ranks import run_ranks
-from tests.reference import PLANNER, TRAINING, make_batch, model_config, reference_gradients
+from tests.reference import PLANNER, TRAINING, in_chunks, make_batch, model_config, reference_gradients
 
 TOLERANCE = 0.02
 """L2 norm of the difference of all gradients, relative to the float32 gradients'. Measured: 0.0082 to 0.0089."""
 
 
-def gradients(rank, shape, divided):
+def gradients(rank, shape, divided, chunk_tokens):
     mesh = build_mesh(shape, torch.device("cpu"))
     training = dataclasses.replace(TRAINING, mixed_precision_param="bfloat16")
     model = model_config(tied=True)
     spec = model_spec(model, dtype_bytes=2)
     if divided:
         spec = divided_vocabulary(spec, shape.pp, shape.tp)
+    spec = in_chunks(spec, model, chunk_tokens, shape.tp)
     parts = partition(spec, shape.pp, {"vision": 1, "language": 1}, reference_sizes(spec, training.seq_len))
     local = build_local_model(model, spec, parts, mesh, training, seed=5)
     runtime = PipelineScheduleRuntime(local.stages)
@@ -57,20 +58,24 @@ def gradients(rank, shape, divided):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("shape", "divided"),
+    ("shape", "divided", "chunk_tokens"),
     [
-        (JobLayout.grid(), False),
-        (JobLayout.grid(pp=2, dp_shard=2), False),
-        (JobLayout.grid(cp=2, tp=2), False),
-        (JobLayout.grid(pp=2, dp_shard=2), True),
-        *(pytest.param(JobLayout.grid(**{axis: 2}), False, marks=pytest.mark.nightly) for axis in ("pp", "cp", "tp")),
-        pytest.param(JobLayout.grid(pp=2, tp=2), True, marks=pytest.mark.nightly),
-        pytest.param(JobLayout.grid(pp=4), True, marks=pytest.mark.nightly),
+        (JobLayout.grid(), False, 0),
+        (JobLayout.grid(pp=2, dp_shard=2), False, 3),
+        (JobLayout.grid(cp=2, tp=2), False, 0),
+        (JobLayout.grid(pp=2, dp_shard=2), True, 0),
+        *(
+            pytest.param(JobLayout.grid(**{axis: 2}), False, 2, marks=pytest.mark.nightly)
+            for axis in ("pp", "cp", "tp")
+        ),
+        pytest.param(JobLayout.grid(pp=2, tp=2), True, 3, marks=pytest.mark.nightly),
+        pytest.param(JobLayout.grid(pp=4), True, 0, marks=pytest.mark.nightly),
+        pytest.param(JobLayout.grid(pp=2, dp_shard=2), False, 0, marks=pytest.mark.nightly),
     ],
     ids=str,
 )
-def test_bfloat16_gradients_are_close_to_float32(shape, divided):
-    found = run_ranks(gradients, shape.world_size, shape, divided)
+def test_bfloat16_gradients_are_close_to_float32(shape, divided, chunk_tokens):
+    found = run_ranks(gradients, shape.world_size, shape, divided, chunk_tokens)
     assert all(loss < 1e-3 for loss, _, _ in found)
     error = (sum(d for _, d, _ in found) / sum(t for _, _, t in found)) ** 0.5
     assert 0 < error < TOLERANCE

@@ -22,7 +22,9 @@ from mmtrain.schedule.io import strict_json
 from mmtrain.spec.layer import LayerSpec
 from mmtrain.spec.modules import families
 from mmtrain.spec.recomputation import Recomputation
+from mmtrain.spec.shapes import language_shape
 from mmtrain.spec.spec import ModelSpec
+from mmtrain.spec.vocabulary import loss_chunk_tokens
 from mmtrain.spec.work_size import WorkSize
 
 VERSION = 2
@@ -191,6 +193,7 @@ def job_of(config: Config) -> dict[str, str | int]:
         "dtype": training.mixed_precision_param,
         "attention_backend": training.attention_backend,
         "attention_part_blocks": training.attention_part_blocks,
+        "loss_chunk_tokens": loss_chunk_tokens(config, language_shape(config.model).vocab_size),
         "tensor_parallel_degree": section.tensor_parallel_degree,
         "tensor_parallel_rows": section.tensor_parallel_rows,
         "context_parallel_degree": section.context_parallel_degree,
@@ -200,7 +203,8 @@ def job_of(config: Config) -> dict[str, str | int]:
     }
 
 
-_UNWRITTEN = {"tensor_parallel_rows": "divided", "attention_part_blocks": 0, "context_parallel_head_groups": 1}
+_UNWRITTEN = {"tensor_parallel_rows": "divided", "attention_part_blocks": 0, "context_parallel_head_groups": 1,
+              "loss_chunk_tokens": 0}  # fmt: skip
 """Setting that older files do not have -> the value with which they were measured."""
 
 
