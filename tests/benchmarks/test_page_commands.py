@@ -21,6 +21,7 @@ SMALL = {
     "python benchmarks/peers.py": "--quick --models t2v_s --chart chart.png",
     "python benchmarks/emulate_peers.py": "--microbatches 8 --repetitions 1 --evaluations 20 --unit-ms 1 --free",
     "python benchmarks/planner.py": "--models vlm_s --effort 0.02",
+    "python benchmarks/optima.py compare": "t2v_l-2-1+1-4-1-0 --seconds 0.1",
     "python benchmarks/planning.py": "--repetitions 1",
     "python benchmarks/accuracy.py": "--rounds 1 --steps 1",
     "python benchmarks/emulate.py": "--ranks 2 --microbatches 4 --repetitions 1 --batches 1 --unit-ms 1",

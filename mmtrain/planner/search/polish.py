@@ -47,9 +47,9 @@ class Polished:
 
     @classmethod
     def of(cls, searched: Searched, start: Start, iterations: int, seed: int) -> "Polished":
-        """A chain from what an order decodes to. Args: iterations: of the choice of options."""
-        workspace = searched.workspace()
-        return cls(searched, workspace, evaluate(searched, workspace, start.order, start.how, iterations), seed)
+        """A chain from what an order decodes to, without blocks. Args: iterations: of the choice of options."""
+        workspace, how = searched.workspace(), start.how._replace(braid=False)
+        return cls(searched, workspace, evaluate(searched, workspace, start.order, how, iterations), seed)
 
     def run(self, evaluations: int, before: float, after: float) -> None:
         """Tries changes. Args: before, after: part of the budget for them that is used up at the start, at the end."""

@@ -24,6 +24,7 @@ from mmtrain.schedule.numba_start import load_numba
 from mmtrain.schedule.passes.braid import braid
 from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.problem import PlanningProblem
+from mmtrain.schedule.simulate import simulate
 
 ITERATIONS = 20
 """Iterations of the memory choice in an evaluation."""
@@ -33,6 +34,8 @@ LEAST_PER_CHAIN = 500
 MOST_CHAINS = 16
 POLISH_SHARE = 0.5
 """Part of the budget, its last, in which plans are changed action by action."""
+LEAST_POLISHED = 200
+"""Evaluations from which on that is worth more than further orders."""
 SWEEP_SHARE = 0.4
 """Largest part of the budget that the sweep may use."""
 SEARCH_DRAWS = 8
@@ -68,7 +71,7 @@ class SearchRun:
         """Args:
         only: (stage, work) -> its option; None: they are chosen.
         bound_s: of all plans; None: computed.
-        polishes: whether plans are also changed action by action, where there is neither noise nor a block.
+        polishes: whether plans are also changed action by action, where there is no noise.
         """
         load_numba()
         self.problem, self.options, self._cancelled = problem, options, cancelled
@@ -81,8 +84,8 @@ class SearchRun:
         """The best decoded plans, best first."""
         self._polished: Polished | None = None
         """The best of the plans that were changed action by action."""
-        self._polishes = polishes and options.reorder and options.strategy == "anneal"
-        self._polishes = self._polishes and options.noise == EXACT and not self._braids
+        searches = options.reorder and options.strategy == "anneal" and options.noise == EXACT
+        self._polishes = polishes and searches and not 0 < options.budget_evaluations < LEAST_POLISHED
         self._start_s = time.perf_counter()
         self._workspaces: list[Workspace] = []
 
@@ -93,7 +96,7 @@ class SearchRun:
         with ThreadPoolExecutor(self.options.threads) if several else nullcontext() as pool:
             run = pool.map if pool else map
             starts = self._sweep(run)
-            return self._why_over() or self._go_on(run, starts) or self._polish(run)
+            return self._why_over() or self._go_on(run, starts) or (self._polish(run) if self._polishes else "")
 
     def plan(self) -> Plan | None:
         """The checked best plan; None if none fits."""
@@ -115,13 +118,14 @@ class SearchRun:
             return None
         finish(best, iterations)
         self._best = [best._replace(cost=cost)]
+        plans = [self.searched.plan(w)]
         if self._polished:
             polished = self._polished.best()
-            if join(self.searched, polished) < cost:
-                w = polished
-        plan = self.searched.plan(w)
+            join(self.searched, polished)
+            plans.append(self.searched.plan(polished))
         if self._braids and exact:
-            plan = braid(plan, self.problem)
+            plans = [braid(plan, self.problem) for plan in plans]
+        plan = min(plans, key=lambda plan: simulate(self.problem, plan).makespan_s) if len(plans) > 1 else plans[0]
         check(plan, self.problem)
         return plan
 

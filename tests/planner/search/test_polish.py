@@ -1,0 +1,78 @@
+"""Plans that are changed action by action, against the modules that judge all plans."""
+
+import gzip
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mmtrain.planner.memory_bound import memory_bound_s
+from mmtrain.planner.search.chains import Start
+from mmtrain.planner.search.evaluate import evaluate, join
+from mmtrain.planner.search.instance import Searched
+from mmtrain.planner.search.orders import by_component, component_orders
+from mmtrain.planner.search.polish import Polished
+from mmtrain.planner.search.search import search
+from mmtrain.planner.search.search_options import SearchOptions
+from mmtrain.schedule.plan import Plan, check
+from mmtrain.schedule.problem import PlanningProblem
+from mmtrain.schedule.simulate import simulate
+from tests.examples import examples
+from tests.schedule.problems import as_units, problems
+
+STORED = json.loads(
+    gzip.decompress((Path(__file__).parents[3] / "benchmarks" / "problems" / "optima.json.gz").read_bytes())
+)
+
+
+def started(problem: PlanningProblem, *, split: bool, seed: int) -> Polished:
+    searched = Searched.of(problem)
+    order, how = by_component(searched, component_orders(searched)[0]), searched.decoder(0.5, 0.0, 0.5, False, split)
+    return Polished.of(searched, Start(order, how, evaluate(searched, searched.workspace(), order, how, 20)), 20, seed)
+
+
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    problem=problems(limits=True) | problems() | problems(limits=True).map(as_units),
+    split=st.booleans(),
+    seed=st.integers(0, 9),
+)
+def test_changed_plans_fit_and_take_what_is_said(problem: PlanningProblem, split: bool, seed: int) -> None:
+    chain = started(problem, split=split, seed=seed)
+    first = chain.cost
+    for before, after in pairwise((0.0, 0.5, 1.0)):
+        chain.run(3, before, after)
+        assert chain.cost <= first
+    if first == math.inf:
+        return
+    plan = chain.searched.plan(chain.best(), join=False)
+    check(plan, problem)
+    assert simulate(problem, plan).makespan_s == pytest.approx(chain.cost, rel=1e-9)
+    joined_s = join(chain.searched, chain.workspace)
+    plan = chain.searched.plan(chain.workspace)
+    check(plan, problem)
+    assert simulate(problem, plan).makespan_s == pytest.approx(joined_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", sorted(STORED))
+def test_stored_plans_of_the_solver_are_plans_and_the_bound_is_below_them(name: str) -> None:
+    row = STORED[name]
+    problem = PlanningProblem.from_json(row["problem"])
+    plan = Plan.parse(problem.graph, row["plan"], {(stage, work): option for stage, work, option in row["options"]})
+    check(plan, problem)
+    assert simulate(problem, plan).makespan_s == pytest.approx(row["makespan_s"], rel=1e-12)
+    assert memory_bound_s(problem, split=False) <= row["makespan_s"]
+
+
+def test_a_search_comes_near_the_solver_and_is_the_same_on_any_number_of_threads() -> None:
+    """In both the sweep and the annealing of orders alone stay 1 % or more above it."""
+    for name in ("vlm_m-2-2+1-3-1-2", "vlm_m-2-1+1-4-1-0"):
+        problem, wanted = PlanningProblem.from_json(STORED[name]["problem"]), STORED[name]["makespan_s"]
+        options = [SearchOptions(budget_evaluations=4000, split=False, threads=threads) for threads in (1, 2)]
+        one, two = (search(problem, given) for given in options)
+        assert one.plan == two.plan
+        assert one.makespan_s < 1.01 * wanted, (name, one.makespan_s / wanted)
