@@ -262,10 +262,14 @@ class DitChunk(Chunk):
 
     def _target(self, parts: Conditioned, grid: Grid, index: int, target: Tensor | FromClean | None) -> Tensor | None:
         """[n, P]: what the head shall predict of a clip; None: the clip has no loss."""
-        if target is not None and not isinstance(target, Tensor):
+        if target is None:
+            return None
+        if isinstance(target, Tensor):
+            wanted = target
+        else:
             clean = self.row_sharding.gather(parts.clean[index])[: math.prod(grid)]
-            target = target(from_patches(clean, grid, self.shape.patch).float())
-        return None if target is None else self._patches(target.float(), grid, index)
+            wanted = target(from_patches(clean, grid, self.shape.patch).float())
+        return self._patches(wanted.float(), grid, index)
 
     def _patches(self, clip_CFHW: Tensor, grid: Grid, index: int) -> Tensor:
         """[n, P]: a clip in the order of the head's columns, positions of a patch before channels."""

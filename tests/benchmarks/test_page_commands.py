@@ -71,6 +71,8 @@ SMALL = {
     "python benchmarks/on_gpu_blocks.py --small": "--counts 1",
     "python benchmarks/on_gpu_step.py --size tiny": "",
     "python benchmarks/images_matter.py": "--training.steps=2 --lr_scheduler.warmup_steps=1",
+    "python benchmarks/video_demo.py": "--parts shift --one-process --training.steps=2 --lr_scheduler.warmup_steps=1 "
+    "--validation.steps=1",
     "mmtrain train --config debug_qwen2_vl.toml": "--training.steps=2",
     "mmtrain generate outputs/debug_qwen2_vl --questions data/charts --split validation --blank-images": "--limit 2",
 }
@@ -88,6 +90,7 @@ ELSEWHERE = {
     "python benchmarks/entrain.py --parts speed": "a part of all of it",
     "python benchmarks/entrain.py --parts packed": "a part of all of it",
     "python benchmarks/entrain.py --parts std,cpu": "parts of all of it",
+    "python benchmarks/video_demo.py --parts patches,shift,rate --one-process": "parts of all of it",
     "benchmarks/on_gpu.sh pack FOLDER": "needs a network, for wheels",
     "benchmarks/on_gpu.sh wheels": "needs the folder of wheels that pack makes",
     "benchmarks/on_gpu.sh all": "needs a GPU",
@@ -105,6 +108,7 @@ SHOWS = {
     "python benchmarks/emulate_peers.py": r"virtual time: all actions of all 24 pipelines end as simulated",
     "python benchmarks/emulate.py": r"virtual time: 10 of 10 timelines equal to the simulated ones to the bit",
     "python benchmarks/emulate_entrain.py": r"virtual time: 40 of 40 timelines equal to the simulated ones to the bit",
+    "python benchmarks/video_demo.py": r"shift 1: .* validation loss [\d.]+, shuffled [\d.]+\n +as the job samples +\d",
     "python benchmarks/one_gpu.py": r"(?s)\nplain torch loop  .*\nHugging Face Trainer  .*\nmmtrain  ",
 }
 """Job -> what its output says besides figures."""

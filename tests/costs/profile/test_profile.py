@@ -265,5 +265,10 @@ def test_a_profile_of_clips_is_read_back_and_others_are_written_as_before():
     made = replace(layer, points=points, fits={"forward": true})
     profile = replace(before, layers=(made,))
     assert Profile.from_json(profile.to_json()) == profile
+    earlier = json.loads(profile.to_json())
+    for point in earlier["layers"][0]["points"]["forward"]:
+        del point[7]  # calls: each clip was one
+    (read,) = Profile.from_json(json.dumps(earlier)).layers
+    assert [size.calls for size, _ in read.points["forward"]] == [2] * len(sizes)
     found = fit_sizes(sizes, [true(size) for size in sizes])
     assert all(found(size) == pytest.approx(true(size), rel=1e-6) for size in sizes)
