@@ -203,8 +203,8 @@ def solve(given: PlanningProblem, hint: Plan, seconds: float) -> tuple[Plan, boo
     for rank in range(graph.num_ranks):
         keys = sorted((k for k in start if graph.stage_rank[k[0]] == rank), key=lambda k: solver.Value(start[k]))
         orders.append(tuple(graph.action(kind, stage, work) for stage, work, kind in keys))
-    options = {node: next(i for i, pick in enumerate(picks) if solver.Value(pick)) for node, picks in chosen.items()}
-    plan = Plan(graph, tuple(orders), {node: option for node, option in options.items() if option})
+    taken_of = {node: next(i for i, pick in enumerate(picks) if solver.Value(pick)) for node, picks in chosen.items()}
+    plan = Plan(graph, tuple(orders), {node: option for node, option in taken_of.items() if option})
     check(plan, given)
     return plan, status == cp_model.OPTIMAL, solver.BestObjectiveBound() * STEP_S
 

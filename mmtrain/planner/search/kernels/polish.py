@@ -146,7 +146,7 @@ def _time_all(p: Instance, w: Workspace, t: Timing) -> float:
     if done < num_actions:
         return np.inf
     _sort(w, t)
-    return _latest(w, t)
+    return float(_latest(w, t))
 
 
 @part
@@ -173,7 +173,7 @@ def _sort(w: Workspace, t: Timing) -> None:
 def _mark(t: Timing, action: Any, last: int) -> int:
     """Has an action visited; the last slot to visit."""
     t.dirty[t.slot[action]] = 1
-    return max(last, t.slot[action])
+    return int(max(last, t.slot[action]))
 
 
 @inner
