@@ -30,6 +30,7 @@ from mmtrain.planner.search.kernels.random_numbers import below, uniform
 BUSY = 0.02
 """Weight of the mean busy seconds of a rank beside the makespan: of plans as long, one with faster options has room for
 further moves."""
+NO_SLOT = 2**32 - 1
 REACH = 8
 """Places by which most moves shift an action."""
 
@@ -145,21 +146,37 @@ def _time_all(p: Instance, w: Workspace, t: Timing) -> float:
                 done += 1
     if done < num_actions:
         return np.inf
-    _sort(w, t)
+    _sort(p, w, t)
     return float(_latest(w, t))
 
 
 @part
-def _sort(w: Workspace, t: Timing) -> None:
-    """Sets the sequence to the order of the actions' ends, which is one in which each comes after those it needs."""
+def _has_inputs(p: Instance, t: Timing, action: Any) -> bool:
+    """Whether all that an action needs from other ranks has a slot already."""
+    i, kind, has = action >> 2, action & 3, True
+    if kind == F:
+        for e in range(p.ins_start[i], p.ins_start[i + 1]):
+            has = has and t.slot[4 * p.ins[e, 0]] != NO_SLOT
+    elif kind != W:
+        for e in range(p.outs_start[i], p.outs_start[i + 1]):
+            has = has and (p.outs[e, 1] == 0 or t.slot[t.backward[p.outs[e, 0]]] != NO_SLOT)
+    return bool(has)
+
+
+@part
+def _sort(p: Instance, w: Workspace, t: Timing) -> None:
+    """Sets the sequence to the order of the actions' ends, of several that end at once each after those it needs."""
     at = w.pending_span
     at[:] = 0
+    t.slot[:] = NO_SLOT
     slot = 0
     while True:
         first, least = -1, np.inf
         for rank in range(w.time.size):
-            if at[rank, 0] < w.length[rank] and t.end[w.order[rank, at[rank, 0]]] < least:
-                first, least = rank, t.end[w.order[rank, at[rank, 0]]]
+            if at[rank, 0] < w.length[rank]:
+                action = w.order[rank, at[rank, 0]]
+                if t.end[action] < least and _has_inputs(p, t, action):
+                    first, least = rank, t.end[action]
         if first < 0:
             break
         action = w.order[first, at[first, 0]]
