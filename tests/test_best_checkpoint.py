@@ -105,7 +105,7 @@ def test_a_job_ends_after_validations_without_a_better_one_and_keeps_the_best(wh
     assert list(chart.series[0].y) == values
 
 
-@pytest.mark.parametrize("how", [killed, stopped])
+@pytest.mark.parametrize("how", [killed, pytest.param(stopped, marks=pytest.mark.nightly)])
 def test_both_are_exact_after_a_resume(tmp_path, charts, whole, how):
     """Killed, or stopped after a step whose validation there was no time for, after the best one."""
     lines = validations(whole)

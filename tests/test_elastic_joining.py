@@ -76,6 +76,7 @@ def test_all_nodes_differ_at_the_start(tmp_path: Path, charts: Path) -> None:
         run_elastic(path, [*LONG, *ANY_NUMBER], 2)
 
 
+@pytest.mark.nightly
 def test_a_refused_node_is_faster_than_the_others(tmp_path: Path, charts: Path) -> None:
     path = write_config(tmp_path, charts)
     (tmp_path / "node-1.toml").write_text(path.read_text().replace("lr = 3e-3", "lr = 4e-3"))

@@ -72,6 +72,7 @@ def test_all_but_one_node_die(tmp_path: Path, charts: Path, slots: tuple[int, ..
     check_like_resumed(run, path, JOB)
 
 
+@pytest.mark.nightly
 def test_a_node_comes_back_and_dies_again(tmp_path: Path, charts: Path) -> None:
     path, job = write_config(tmp_path, charts), [*JOB, "training.steps=16"]
     faults = [killed(1, step=2), killed(1, "placed", step=0, again=True)]

@@ -24,7 +24,10 @@ SAVES = ("checkpoint.enable=true", "checkpoint.interval=3")
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("degrees", [layout(), layout(shard=2)], ids=["one", "two shards"])
+@pytest.mark.parametrize(
+    "degrees",
+    [pytest.param(layout(), marks=pytest.mark.nightly, id="one"), pytest.param(layout(shard=2), id="two shards")],
+)
 def test_frozen_weights_in_bfloat16_change_no_number(charts: Path, degrees: list[str]) -> None:
     world = 1 + (degrees != layout())
     masters = finished(charts, world, [*degrees, *ADAPTERS])

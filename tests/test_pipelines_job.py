@@ -114,7 +114,11 @@ ASSIGNED = ["assignment.policy=entrain", "assignment.samples_per_step=16"]
     [
         ([*pipelines(2, 1), "training.global_batch_size=5"], 3),
         ([*pipelines(1, 2), "parallelism.data_parallel_shard_degree=2", "training.global_batch_size=7", *PLANNED], 6),
-        (["parallelism.data_parallel_replicate_degree=2", "training.global_batch_size=5"], 2),
+        pytest.param(
+            ["parallelism.data_parallel_replicate_degree=2", "training.global_batch_size=5"],
+            2,
+            marks=pytest.mark.nightly,
+        ),
     ],
     ids=["unequal", "unequal, sharded and planned", "equal, but no multiple"],
 )

@@ -37,9 +37,8 @@ def plain_averages(run: Path, steps: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "degrees",
     [
-        layout(pp=2),
         layout(shard=2),
-        *[pytest.param(degrees, marks=pytest.mark.nightly) for degrees in (layout(tp=2), layout(pp=2, cp=2))],
+        *(pytest.param(d, marks=pytest.mark.nightly) for d in (layout(pp=2), layout(tp=2), layout(pp=2, cp=2))),
     ],
 )
 def test_averages_are_those_of_a_plain_loop_and_of_one_process(charts: Path, degrees: list[str]) -> None:
