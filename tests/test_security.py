@@ -167,11 +167,11 @@ CALLS = {
     r"\bsafe_open\(|\bload_file\(": "models/pretrained.py",
     r"\bload_dataset(_builder)?\(": "data/sources.py",
     r"\btorch\.load\(": "checkpoint/files.py commands/parity.py",
-    r"pickle\.(loads?|Unpickler)\b": "checkpoint/stored_metadata.py commands/local_ranks.py",
+    r"pickle\.(loads?|Unpickler)\b": "checkpoint/stored_metadata.py commands/local_ranks.py parallel/mesh.py",
     r"hf_hub_download\(|snapshot_download\(": "config/whole_model.py spec/hub_files.py",
 }
 """What opens files of somebody -> the files of ours that call it, where the guards are. The pickles of `commands`
-are of a temporary folder of our own."""
+are of a temporary folder of our own, those of `parallel` come from ranks of the job."""
 
 
 @pytest.mark.parametrize("call", CALLS)

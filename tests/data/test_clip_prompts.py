@@ -30,7 +30,7 @@ def test_each_caption_has_as_many_samples_as_there_is_room_for(tmp_path: Path, s
     assert set(asked.prompts) == set(PROMPTS) and asked.judged
     for k in range(2):  # all prompts begin with the same noise
         assert all(torch.equal(noise, start_noise((3, 4, 12, 12), 0, k)) for noise in asked.noise[k::2])
-    assert len(asked.text_ids) == 48 and asked.guidance == 3
+    assert len(asked.text_ids) == 48 and asked.guidance == 2
     clips = [clip for microbatch in asked.meta.microbatches for clip in microbatch.clips]
     assert [clip.sample for clip in clips] == list(range(48))
     assert max(len(microbatch.clips) for microbatch in asked.meta.microbatches) == 4, "data.max_clips"
