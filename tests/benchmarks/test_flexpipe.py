@@ -77,6 +77,7 @@ def test_two_copies_are_charged_for_both_states_and_their_sum():
     assert two_bytes - one_bytes == pytest.approx(18 * blocks, rel=0.15)  # 4 + 2 + 4 + 8 bytes a parameter
 
 
+@pytest.mark.nightly
 def test_every_side_of_the_language_models_has_a_step(monkeypatch):
     monkeypatch.setattr(flexpipe_sides, "CLOSEST", 1)
     monkeypatch.setattr(flexpipe_gpt, "EVALUATIONS", 5)
