@@ -4,7 +4,7 @@ python benchmarks/optima.py compare [CASE ...] [--seconds 5]
 Small planning problems in which memory is short, cut down from those of planner_problems.py, and how near the search
 comes to the best plans known of them. Backwards are whole.
 
-solve      plans by the constraint solver CP-SAT (`pip install ortools`, 9.15): start of each action, option of each
+solve      plans by the constraint solver CP-SAT (`pip install -e '.[solver]'`): start of each action, option of each
            stage and work; ranks run one action at a time, activations take room from their forward's start to their
            backward's end. What it finds is checked, simulated and stored, with whether it is proved to be the best,
            in problems/optima.json.gz; a shorter stored plan stays.
