@@ -49,7 +49,6 @@ LARGE = [
     JobLayout.grid(pp=3),
     JobLayout.grid(pp=2, tp=2, cp=2),
     JobLayout.grid(pp=2, tp=2, dp_shard=2),
-    JobLayout.grid(tp=3),
     *SHAPES,
 ]
 
