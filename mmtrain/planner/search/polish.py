@@ -2,7 +2,6 @@
 
 import math
 import random
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -19,22 +18,23 @@ HOT, COLD = 0.1, 0.005
 more. A hotter one leaves what was decoded, and on a large problem does not find a plan as good again."""
 
 
-@dataclass
 class Polished:
     """One chain of changes to a plan."""
 
-    searched: Searched
-    workspace: Workspace
-    """Its own, with the current plan."""
-    cost: float
-    """Makespan of the best plan; inf: it did not fit."""
-    seed: int
-    _random: "np.ndarray[tuple[int, ...], np.dtype[np.uint64]]" = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._random = np.array([2 * random.Random(f"polish {self.seed}").getrandbits(62) + 1], np.uint64)
-        self._order, self._option = self.workspace.order.copy(), self.workspace.option.copy()
-        n = self.workspace.option.size
+    def __init__(self, searched: Searched, start: Start, iterations: int, seed: int, begin: float) -> None:
+        """Args:
+        start: its order is decoded, without blocks.
+        iterations: of the choice of options.
+        begin: part of the budget of the search that is used up.
+        """
+        self.searched, self._begin = searched, begin
+        self._workspace = w = searched.workspace()
+        """With the current plan."""
+        self.cost = evaluate(searched, w, start.order, start.how._replace(braid=False), iterations)
+        """Makespan of the best plan; inf: it did not fit."""
+        self._random = np.array([2 * random.Random(f"polish {seed}").getrandbits(62) + 1], np.uint64)
+        self._order, self._option = w.order.copy(), w.option.copy()
+        n = w.option.size
         self._timing = Timing(
             place=np.zeros(4 * n, np.uint32),
             slot=np.zeros(4 * n, np.uint32),
@@ -45,26 +45,20 @@ class Polished:
             before=np.zeros(3 * n),
         )
 
-    @classmethod
-    def of(cls, searched: Searched, start: Start, iterations: int, seed: int) -> "Polished":
-        """A chain from what an order decodes to, without blocks. Args: iterations: of the choice of options."""
-        workspace, how = searched.workspace(), start.how._replace(braid=False)
-        return cls(searched, workspace, evaluate(searched, workspace, start.order, how, iterations), seed)
-
     def run(self, evaluations: int, before: float, after: float) -> None:
-        """Tries changes. Args: before, after: part of the budget for them that is used up at the start, at the end."""
+        """Tries changes. Args: before, after: part of the budget used up at the start and at the end."""
         if self.cost < math.inf:
             self._run(TRIES * evaluations, before, after)
 
     def best(self) -> Workspace:
         """The workspace with the best plan."""
-        w = self.workspace
+        w = self._workspace
         w.order[:], w.option[:] = self._order, self._option
         self._run(0, 1.0, 1.0)  # sets the sequence of its actions
         return w
 
     def _run(self, tries: int, before: float, after: float) -> None:
-        actions = int(self.workspace.length.sum())
-        hot, cold = (HOT * (COLD / HOT) ** part / max(1, actions) for part in (before, after))
-        p, w, best = self.searched.arrays, self.workspace, (self._order, self._option)
+        actions, rest = max(1, int(self._workspace.length.sum())), max(1e-9, 1 - self._begin)
+        hot, cold = (HOT * (COLD / HOT) ** ((part - self._begin) / rest) / actions for part in (before, after))
+        p, w, best = self.searched.arrays, self._workspace, (self._order, self._option)
         self.cost = float(polish(p, w, self._timing, *best, self.cost, self._random, tries, hot, cold))

@@ -96,7 +96,7 @@ class SearchRun:
         with ThreadPoolExecutor(self.options.threads) if several else nullcontext() as pool:
             run = pool.map if pool else map
             starts = self._sweep(run)
-            return self._why_over() or self._go_on(run, starts) or (self._polish(run) if self._polishes else "")
+            return self._why_over() or self._go_on(run, starts) or (self._polish(run, starts) if self._polishes else "")
 
     def plan(self) -> Plan | None:
         """The checked best plan; None if none fits."""
@@ -262,45 +262,48 @@ class SearchRun:
             )
             for i in range(count)
         ]  # fmt: skip
-        chunk = max(1, CHUNK // max(1, len(searched.nodes)))
-        why = self._why_over()
-        while not why and self._progress < until:
-            each = chunk
-            if options.budget_evaluations:  # the last round may be shorter, without the last chains
-                remaining = math.ceil(until * options.budget_evaluations) - self.evaluations
-                each = min(chunk, max(1, remaining // count))
-                chains = chains[:remaining]
-            # Progress at the start and at the end of the round; only evaluations count where there is no time limit.
-            before = self._progress
-            self.evaluations += each * len(chains)
-            after = self._progress
-            list(run(lambda chain: chain.run(each, before, after), chains))  # noqa: B023
-            for chain in chains:
-                self._note(chain.best)
-            why = self._why_over()
-        return why
+        return self._in_rounds(run, chains, until, lambda chain: self._note(chain.best))
 
-    def _polish(self, run: _Map) -> str:
-        """Changes the best plans action by action until the search is over; returns why."""
-        options, begin = self.options, self._progress
+    def _polish(self, run: _Map, starts: Sequence[Start]) -> str:
+        """Changes the best plans action by action until the search is over; returns why.
+
+        Args: starts: of the strategy's chains, which go on instead if nothing fits yet.
+        """
+        options = self.options
         count = num_chains(options.budget_evaluations) if options.budget_evaluations else options.threads
-        chains = [
-            Polished.of(self.searched, start, ITERATIONS, options.seed + 1000 * i)
+        made = [
+            Polished(self.searched, start, ITERATIONS, options.seed + 1000 * i, self._progress)
             for i, start in enumerate(self._best[:count])
         ]
+        chains = [chain for chain in made if chain.cost < math.inf]
+        if not chains:
+            return self._run_chains(run, self.searched, starts, 1.0)
+        return self._in_rounds(run, chains, 1.0, self._keep)
+
+    def _keep(self, chain: Polished) -> None:
+        if self._polished is None or chain.cost < self._polished.cost:
+            self._polished = chain
+
+    def _in_rounds(self, run: _Map, chains: Sequence[Any], until: float, note: Callable[[Any], None]) -> str:
+        """Runs chains in rounds until a part of the budget is used up; why the search is over, or empty.
+
+        Args: note: of each chain after a round.
+        """
+        options = self.options
         chunk = max(1, CHUNK // max(1, len(self.searched.nodes)))
-        why = self._why_over() or ("" if chains else "no plan fits")
-        while not why:
-            each = chunk
-            if options.budget_evaluations:
-                remaining = options.budget_evaluations - self.evaluations
-                each = min(chunk, max(1, remaining // len(chains)))
-                chains = chains[:remaining]
+        why = self._why_over()
+        while not why and self._progress < until:
+            each, running = chunk, chains
+            if options.budget_evaluations:  # the last round may be shorter, without the last chains
+                remaining = math.ceil(until * options.budget_evaluations) - self.evaluations
+                each, running = min(chunk, max(1, remaining // len(chains))), chains[:remaining]
+            # Progress at the start and at the end of the round; only evaluations count where there is no time limit.
             before = self._progress
-            self.evaluations += each * len(chains)
-            parts = [(part - begin) / max(1e-9, 1 - begin) for part in (before, self._progress)]
-            list(run(lambda chain: chain.run(each, *parts), chains))  # noqa: B023
-            self._polished = min(chains, key=lambda chain: chain.cost)
+            self.evaluations += each * len(running)
+            after = self._progress
+            list(run(lambda chain: chain.run(each, before, after), running))  # noqa: B023
+            for chain in running:
+                note(chain)
             why = self._why_over()
         return why
 

@@ -3,16 +3,19 @@
 import gzip
 import json
 import math
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mmtrain.planner.memory_bound import memory_bound_s
+from mmtrain.planner.search import search_run
 from mmtrain.planner.search.chains import Start
-from mmtrain.planner.search.evaluate import evaluate, join
+from mmtrain.planner.search.evaluate import join
 from mmtrain.planner.search.instance import Searched
 from mmtrain.planner.search.orders import by_component, component_orders
 from mmtrain.planner.search.polish import Polished
@@ -32,7 +35,7 @@ STORED = json.loads(
 def started(problem: PlanningProblem, *, split: bool, seed: int) -> Polished:
     searched = Searched.of(problem)
     order, how = by_component(searched, component_orders(searched)[0]), searched.decoder(0.5, 0.0, 0.5, False, split)
-    return Polished.of(searched, Start(order, how, evaluate(searched, searched.workspace(), order, how, 20)), 20, seed)
+    return Polished(searched, Start(order, how, 0.0), 20, seed, 0.0)
 
 
 @settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
@@ -49,11 +52,12 @@ def test_changed_plans_fit_and_take_what_is_said(problem: PlanningProblem, split
         assert chain.cost <= first
     if first == math.inf:
         return
-    plan = chain.searched.plan(chain.best(), join=False)
+    w = chain.best()
+    plan = chain.searched.plan(w, join=False)
     check(plan, problem)
     assert simulate(problem, plan).makespan_s == pytest.approx(chain.cost, rel=1e-9)
-    joined_s = join(chain.searched, chain.workspace)
-    plan = chain.searched.plan(chain.workspace)
+    joined_s = join(chain.searched, w)
+    plan = chain.searched.plan(w)
     check(plan, problem)
     assert simulate(problem, plan).makespan_s == pytest.approx(joined_s, rel=1e-9)
 
@@ -76,3 +80,39 @@ def test_a_search_comes_near_the_solver_and_is_the_same_on_any_number_of_threads
         one, two = (search(problem, given) for given in options)
         assert one.plan == two.plan
         assert one.makespan_s < 1.01 * wanted, (name, one.makespan_s / wanted)
+
+
+def polished(problem: PlanningProblem, options: SearchOptions, monkeypatch: pytest.MonkeyPatch) -> tuple:
+    """(a search after its run; the chains of single changes that it made)."""
+    made: list[Polished] = []
+
+    class Noted(Polished):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(search_run, "Polished", Noted)
+    run = search_run.SearchRun(problem, options, None, lambda: False)
+    run.run()
+    return run, made
+
+
+@pytest.mark.parametrize("seed", [1, 4, 8, 15])
+def test_the_best_of_all_chains_is_kept_though_the_last_round_has_fewer(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = PlanningProblem.from_json(STORED["vlm_s-3-1+1-4-1-3"]["problem"])
+    run, made = polished(problem, SearchOptions(budget_evaluations=1002, split=False, seed=seed), monkeypatch)
+    assert len(made) == 2
+    assert run.evaluations == 1002
+    assert run.cost_s == min(chain.cost for chain in made)
+    plan = run.plan()
+    assert plan is not None and simulate(problem, plan).makespan_s <= run.cost_s * (1 + 1e-9)
+
+
+def test_a_search_whose_first_half_fits_nothing_uses_the_other_half_for_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = PlanningProblem.from_json(STORED["vlm_s-3-1+1-4-1-3"]["problem"])
+    tight = replace(problem, memory_limit_bytes=(1e9,) * 3)  # less than one microbatch with its smallest options
+    run, made = polished(tight, SearchOptions(budget_evaluations=400, split=False), monkeypatch)
+    assert not made and run.cost_s == math.inf
+    assert run.evaluations == 400
