@@ -49,20 +49,7 @@ def drawn(problem: PlanningProblem, factors: np.ndarray) -> PlanningProblem:
     index = [[0] * len(row) for row in problem.cost_index]
     for (stage, work), (f, i, w) in zip(problem.graph.nodes(), factors.tolist(), strict=True):
         index[work][problem.graph.position[stage]] = len(costs)
-        costs.append(
-            tuple(
-                replace(
-                    option,
-                    forward_s=f * option.forward_s,
-                    forward_exchange_s=f * option.forward_exchange_s,
-                    backward_input_s=i * option.backward_input_s,
-                    backward_exchange_s=i * option.backward_exchange_s,
-                    backward_weight_s=w * option.backward_weight_s,
-                    split_s=w * option.split_s,
-                )
-                for option in problem.options(stage, work)
-            )
-        )
+        costs.append(tuple(option.scaled(f, i, w) for option in problem.options(stage, work)))
     return replace(problem, costs=tuple(costs), cost_index=tuple(map(tuple, index)))
 
 

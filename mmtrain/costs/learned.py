@@ -124,23 +124,10 @@ def corrected(problem: PlanningProblem, factors: Floats) -> PlanningProblem:
             key = listed, module, graph.stage_rank[stage]
             if key not in index:
                 index[key] = len(table)
-                table.append(tuple(_scaled(option, factors[key[1:]]) for option in problem.costs[listed]))
+                table.append(tuple(option.scaled(*map(float, factors[key[1:]])) for option in problem.costs[listed]))
             of_row.append(index[key])
         rows.append(tuple(of_row))
     return replace(problem, costs=tuple(table), cost_index=tuple(rows))
-
-
-def _scaled(option: Option, factors: Floats) -> Option:
-    forward, backward_input, weight = map(float, factors)
-    return replace(
-        option,
-        forward_s=forward * option.forward_s,
-        forward_exchange_s=forward * option.forward_exchange_s,
-        backward_input_s=backward_input * option.backward_input_s,
-        backward_exchange_s=backward_input * option.backward_exchange_s,
-        backward_weight_s=weight * option.backward_weight_s,
-        split_s=weight * option.split_s,
-    )
 
 
 def step_seconds(

@@ -1,6 +1,6 @@
 """The seconds and bytes of one stage for one work, and the rule by which exchanges lie under compute."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from mmtrain.schedule.action import BACKWARD, Kind
@@ -104,6 +104,18 @@ class Option:
     def held_for_weight_bytes(self) -> float:
         """Bytes between I and W."""
         return self.activation_bytes if self.weight_bytes is None else self.weight_bytes
+
+    def scaled(self, forward: float, backward_input: float, backward_weight: float) -> "Option":
+        """The same with the seconds of F, I and W, exchanges included, times factors."""
+        return replace(
+            self,
+            forward_s=forward * self.forward_s,
+            forward_exchange_s=forward * self.forward_exchange_s,
+            backward_input_s=backward_input * self.backward_input_s,
+            backward_exchange_s=backward_input * self.backward_exchange_s,
+            backward_weight_s=backward_weight * self.backward_weight_s,
+            split_s=backward_weight * self.split_s,
+        )
 
     def growth_bytes(self, kind: Kind) -> float:
         """Bytes that a compute action of this kind allocates, less those that it frees."""

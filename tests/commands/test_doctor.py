@@ -116,14 +116,14 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str, *tuple[str, ...]]] = {
     # Tokenizer and template
     "no tokenizer": (of_model(lambda folder: (folder / TOKENIZER).unlink()), "has no tokenizer"),
     "a cut tokenizer": (cut(TOKENIZER), "tokenizer"),
-    "an image token": (nothing, "image_token", "--tokenizer.image_token=<picture>"),
+    "an image token": (nothing, "image_token", "--tokenizer.image_token=<photo>"),
     "no template": (nothing, "none.jinja", "--tokenizer.chat_template=none.jinja"),
     "a template": (text_file("t.jinja", "{% for %}"), "cannot be used", "--tokenizer.chat_template=t.jinja"),
     "a deaf template": (text_file("t.jinja", "hello"), "shows no text", "--tokenizer.chat_template=t.jinja"),
     # Data
     "no data": (lambda folder: (folder / "data.jsonl").unlink(), "data.source = 'data.jsonl'"),
     "no image": (row('{"image": "none.png", ' + QUESTION), "none.png"),
-    "no picture": (row('{"image": "job.toml", ' + QUESTION), "image 0 of sample 0"),
+    "not an image": (row('{"image": "job.toml", ' + QUESTION), "image 0 of sample 0"),
     "too long": (row(json.dumps({"question": "1 " * 90, "answer": "2"})), "do not fit training.seq_len = 64"),
     "a row": (row('{"question": "What?"}'), "no `answer`"),
     "no JSON": (row("{"), "data.jsonl"),

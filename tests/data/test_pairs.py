@@ -304,7 +304,7 @@ def test_rows_that_are_no_pair_are_refused(tmp_path, row, words):
 
 @pytest.mark.parametrize(("row", "words"), [
     ({"image": "0.png", "captoin": "a"}, "no column with captions .*did you mean 'captoin'"),
-    ({"caption": "a", "picture": "0.png"}, "no column with images"),
+    ({"caption": "a", "photo": "0.png"}, "no column with images"),
 ])  # fmt: skip
 def test_sources_without_pairs_are_refused(tmp_path, row, words):
     clip_tokenizer(tmp_path / "tokenizer")

@@ -151,12 +151,16 @@ def test_features_of_inner_layers_on_other_layouts(shape, cases):
     check(run_ranks(run_layout, shape.world_size, shape, cases, timeout=900), TOLERANCE)
 
 
-def check_split(ranks, *, but: str = "nothing") -> None:
-    """Gradients of I and W are those of B, but of a matrix that adds those of both of its uses in another order."""
-    check(ranks, TOLERANCE)
-    for rank, found in enumerate(ranks):
-        for case, errors in found.items():
-            assert all(but in name for name in errors.unequal), (case, rank, errors.unequal)
+def check_split(shape, cases) -> None:
+    """Gradients of I and W are those of B, but of a tied matrix, which adds those of both of its uses in another
+    order."""
+    for name, case in cases.items():
+        ranks = run_ranks(run_layout, shape.world_size, shape, {name: case}, timeout=900)
+        check(ranks, TOLERANCE)
+        for rank, found in enumerate(ranks):
+            for run, errors in found.items():
+                both = all("tied" in name and "embed_tokens" in parameter for parameter in errors.unequal)
+                assert both, (run, rank, errors.unequal)
 
 
 @pytest.mark.ranks
@@ -164,18 +168,14 @@ def check_split(ranks, *, but: str = "nothing") -> None:
 @layouts(dict.fromkeys((SHAPES[0], SHAPES[2], SHAPES[3], SHAPES[5]), SPLIT))
 def test_a_weight_pass_may_come_after_the_last_backward_of_the_embedding(shape, cases):
     """Also of tied rows under FSDP2, which both stages gather, free and reduce."""
-    for name, case in cases.items():
-        found = run_ranks(run_layout, shape.world_size, shape, {name: case}, timeout=900)
-        check_split(found, but="embed_tokens" if "tied" in name else "nothing")
+    check_split(shape, cases)
 
 
 @pytest.mark.ranks
 @pytest.mark.nightly
 @layouts(dict.fromkeys((SHAPES[0], SHAPES[3], SHAPES[5]), MEMORIES))
 def test_passes_of_parts_may_take_turns_with_others_while_blocks_offload(shape, cases):
-    for name, case in cases.items():
-        found = run_ranks(run_layout, shape.world_size, shape, {name: case}, timeout=900)
-        check_split(found, but="embed_tokens" if "tied" in name else "nothing")
+    check_split(shape, cases)
 
 
 @pytest.mark.ranks
