@@ -77,6 +77,9 @@ class TrainingConfig:
     """Labelled positions whose logits exist at one time, as many as fit 512 MiB in float32 on a rank with -1. Below
     seq_len, the head keeps no logits: its backward makes logits, loss and gradients piece by piece. That saves 4 bytes
     for each label and token from forward to backward, and 8 more at the peak. 0: all logits at once."""
+    inputs_ahead_mib: float = 256.0
+    """On a GPU, the inputs of coming forwards (pixels, sounds, tokens, indices) are copied to it while earlier actions
+    run, as long as those that wait there hold fewer MiB. Memory limits count these. 0: copied when a forward begins."""
     enable_cpu_offload: bool = False
     """Keep sharded parameters, gradients and optimizer state in host memory (FSDP2)."""
 
@@ -84,7 +87,8 @@ class TrainingConfig:
         at_most("training", self, seq_len=2**24, global_batch_size=2**20)
         at_most("training", self, epochs=10**6)
         at_least("training", self, steps=0, epochs=0.0, seq_len=2, global_batch_size=1, max_norm=0.0)
-        at_least("training", self, attention_part_blocks=-1, loss_chunk_tokens=-1)
+        at_least("training", self, attention_part_blocks=-1, loss_chunk_tokens=-1, inputs_ahead_mib=0.0)
+        at_most("training", self, inputs_ahead_mib=2**20)
         if self.steps and self.epochs:
             raise ConfigError(
                 f"training.steps = {self.steps} and training.epochs = {self.epochs:g} are both set; keep one, and set "
@@ -92,6 +96,11 @@ class TrainingConfig:
             )
         if not self.steps and not self.epochs:
             raise ConfigError("training: steps and epochs are both 0, so the job has no length; set one of them")
+
+    @property
+    def inputs_ahead_bytes(self) -> float:
+        """Bytes of inputs that wait on a GPU for their forwards."""
+        return self.inputs_ahead_mib * 2**20
 
     @property
     def passes(self) -> Fraction | None:

@@ -30,6 +30,7 @@ from mmtrain.families.tensor_table import TensorTable
 from mmtrain.families.windows import Grid
 from mmtrain.modality.bitfield import Bits, segment_bits
 from mmtrain.models.attention.context import PACKED, AttentionContext
+from mmtrain.models.transfer import to_device
 
 Classes = tuple[type[PreTrainedConfig], Callable[[Any], PreTrainedModel]]
 """The Hugging Face config class, and the function that builds the module from such a config."""
@@ -202,7 +203,7 @@ class PackedVision(VisionAdapter):
             # One piece: `packed_attention` has the mask of the images. On the CPU, since the block reads its values.
             "cu_seqlens": torch.tensor([0, len(rows.indices)], dtype=torch.int32),
             "position_embeddings": tower.rotary_pos_emb(
-                x_rD, positions[np.maximum(rows.indices, 0)].to(x_rD.device, non_blocking=True)
+                x_rD, to_device(positions[np.maximum(rows.indices, 0)], x_rD.device)
             ),
             "context": rows.attend(frame_bits(rows.grids)),
         }

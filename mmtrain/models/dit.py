@@ -27,14 +27,16 @@ from mmtrain.models.adapters import build_diffusers, keep_blocks
 from mmtrain.models.chunk import Chunk
 from mmtrain.models.loss import LOSSES, LossOutput
 from mmtrain.models.projector import Grid
+from mmtrain.models.transfer import to_device
 from mmtrain.spec.model_configs import dit_config
 from mmtrain.spec.rows import share_of
 from mmtrain.spec.shapes import DitShape
 from mmtrain.spec.spec import ModelSpec
 from mmtrain.spec.work_size import TIME_ROWS
 
-FromClean = Callable[[Tensor], Tensor]
-"""Clean latents [C, F, H, W] of one clip in float32 -> noisy latents, or a target."""
+Made = Callable[..., Tensor | None]
+"""Makes the noisy latents of one clip, or its target if there is one; behind a VAE of the clean latents [C, F, H, W] in
+float32."""
 
 
 class Conditioned(NamedTuple):
@@ -111,14 +113,14 @@ class DitChunk(Chunk):
         text_lengths: tuple[int, ...],
         features: Tensor | Mapping[str, Tensor] | None = None,
         timesteps: Sequence[float] | None = None,
-        targets: Sequence[Tensor | FromClean | None] | None = None,
+        targets: Sequence[Tensor | Made | None] | None = None,
         want_predictions: bool = False,
     ) -> Any:
         """The activation [R + T + TIME_ROWS x N, D] after this chunk's layers, or the `LossOutput` of the last chunk.
 
         Args:
-            x: the activation of the chunk before; for the first chunk the (noisy) latents [C, F, H, W] of each clip;
-                behind a VAE functions that make these from the clean ones.
+            x: the activation of the chunk before; for the first chunk the (noisy) latents [C, F, H, W] of each clip, or
+                functions that make them; behind a VAE from the clean ones.
             grids: patches (frames, height, width) of each clip.
             text_lengths: text tokens of each clip, at least 1.
             features: for the first chunk, states [T, columns of the text encoder] of the prompts, clip after clip; of
@@ -126,8 +128,8 @@ class DitChunk(Chunk):
                 Behind a VAE by module: these as `language`, and as `vae` the clean latents [positions, C], clip after
                 clip, frame by frame and row by row.
             timesteps: for the first chunk, of each clip, from 0 to 1000; numbers, which no mixed precision rounds.
-            targets: for the last chunk, [C, F, H, W] of each clip, behind a VAE functions that make it from the
-                clean latents; None: this clip has no loss.
+            targets: for the last chunk, [C, F, H, W] of each clip, or functions that make it; behind a VAE from the
+                clean latents. None: this clip has no loss.
             want_predictions: also return the prediction of each clip; targets may then be absent.
         Raises: DataError: clips, grids, texts, timesteps or targets that disagree.
         """
@@ -153,7 +155,7 @@ class DitChunk(Chunk):
         rotary = self._rotary(grids)
         tokens = [torch.cat([parts.tokens[i] for i in clips]) for clips in groups]
         texts = [torch.cat([parts.texts[i] for i in clips]) for clips in groups]
-        times = [parts.times[clips, :-1] for clips in groups]
+        times = [_rows_of(parts.times, clips)[:, :-1] for clips in groups]
         for block in self.blocks():
             for number, clips in enumerate(groups):
                 tokens[number] = block(tokens[number], texts[number], times[number], rotary[grids[clips[0]]])
@@ -173,6 +175,8 @@ class DitChunk(Chunk):
             clean, features = self._received(latents, grids, features)
             latents = [mix(clip.float()) for mix, clip in zip(latents, clean, strict=True)]
             clean = [to_patches(clip, grid, self.shape.patch) for clip, grid in zip(clean, grids, strict=True)]
+        else:
+            latents = [clip if isinstance(clip, Tensor) else clip() for clip in latents]
         assert not isinstance(features, Mapping)
         self._check_inputs(latents, grids, text_lengths, features, timesteps)
         assert features is not None and timesteps is not None
@@ -183,7 +187,7 @@ class DitChunk(Chunk):
             embedded = self.dit.patch_embedding(torch.stack([latents[i] for i in clips]).to(weight.dtype))
             rows_NnD = embedded.flatten(2).transpose(1, 2).contiguous()
             tokens.append(list(self.row_sharding.shard(rows_NnD).split(1)))
-        times_N = torch.tensor(list(timesteps), dtype=torch.float32).to(weight.device, non_blocking=True)
+        times_N = to_device(torch.tensor(list(timesteps), dtype=torch.float32), weight.device)
         time_ND, projected_N6D, text_1TD, _ = self.dit.condition_embedder(times_N, states_TX[None])
         times = torch.cat([projected_N6D.unflatten(1, (TIME_ROWS - 1, -1)), time_ND[:, None]], dim=1)
         return Conditioned(
@@ -224,7 +228,7 @@ class DitChunk(Chunk):
         parts: Conditioned,
         groups: Sequence[list[int]],
         grids: tuple[Grid, ...],
-        targets: Sequence[Tensor | FromClean | None] | None,
+        targets: Sequence[Tensor | Made | None] | None,
         want_predictions: bool,
     ) -> LossOutput:
         if targets is None and want_predictions:
@@ -236,11 +240,11 @@ class DitChunk(Chunk):
         for clips in groups:
             grid = grids[clips[0]]
             gathered = self.row_sharding.gather(torch.cat([parts.tokens[i] for i in clips]))
-            predicted_NnP = self._predict(gathered[:, : math.prod(grid)], parts.times[clips, -1]).float()
+            predicted_NnP = self._predict(gathered[:, : math.prod(grid)], _rows_of(parts.times, clips)[:, -1]).float()
             wanted = [self._target(parts, grid, i, targets[i]) for i in clips]
             known = [number for number, target in enumerate(wanted) if target is not None]
             if known:
-                of_known = predicted_NnP if len(known) == len(clips) else predicted_NnP[known]
+                of_known = _rows_of(predicted_NnP, known)
                 losses.append(self.loss(of_known, torch.stack([target for target in wanted if target is not None])))
             else:
                 losses.append(predicted_NnP.sum() * 0.0)
@@ -260,16 +264,14 @@ class DitChunk(Chunk):
         predicted: Tensor = self.dit.proj_out(x_NnD)
         return predicted
 
-    def _target(self, parts: Conditioned, grid: Grid, index: int, target: Tensor | FromClean | None) -> Tensor | None:
+    def _target(self, parts: Conditioned, grid: Grid, index: int, target: Tensor | Made | None) -> Tensor | None:
         """[n, P]: what the head shall predict of a clip; None: the clip has no loss."""
-        if target is None:
-            return None
-        if isinstance(target, Tensor):
-            wanted = target
-        else:
+        if callable(target) and self.shape.behind_vae:
             clean = self.row_sharding.gather(parts.clean[index])[: math.prod(grid)]
-            wanted = target(from_patches(clean, grid, self.shape.patch).float())
-        return self._patches(wanted.float(), grid, index)
+            target = target(from_patches(clean, grid, self.shape.patch).float())
+        elif callable(target):
+            target = target()
+        return None if target is None else self._patches(target.float(), grid, index)
 
     def _patches(self, clip_CFHW: Tensor, grid: Grid, index: int) -> Tensor:
         """[n, P]: a clip in the order of the head's columns, positions of a patch before channels."""
@@ -323,6 +325,12 @@ def _equal_clips(grids: Sequence[Grid], text_lengths: Sequence[int]) -> list[lis
     for i, key in enumerate(zip(grids, text_lengths, strict=True)):
         groups.setdefault(key, []).append(i)
     return list(groups.values())
+
+
+def _rows_of(x_N: Tensor, indices: list[int]) -> Tensor:
+    """x_N at some indices, ascending."""
+    whole = len(indices) == len(x_N)
+    return x_N if whole else x_N.index_select(0, to_device(torch.tensor(indices), x_N.device))
 
 
 def _of_clips(groups: Sequence[list[int]], values: Sequence[Sequence[Tensor]]) -> list[Tensor]:

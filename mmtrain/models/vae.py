@@ -17,6 +17,7 @@ from mmtrain.config.model import ModelConfig
 from mmtrain.errors import DataError
 from mmtrain.models.adapters import adapters_of, build_diffusers
 from mmtrain.models.chunk import Chunk
+from mmtrain.models.transfer import to_device
 from mmtrain.spec.model_configs import vae_config
 from mmtrain.spec.spec import ModelSpec
 from mmtrain.spec.vae_shapes import PIXEL_CHANNELS, Size, VaeShape, vae_shape
@@ -84,7 +85,7 @@ class VaeChunk(Chunk):
                 f"vae: clips of shapes {shapes} arrived; their latents {list(latents)} are made of {expected}"
             )
         weight = next(self.parameters())
-        shift, factor = (weight.new_tensor(numbers) for numbers in (self.shape.shift, self.shape.factor))
+        shift, factor = _scale(self.shape, weight)
         clips = [self.adapter.mode(self.vae, clip.to(weight.dtype)).flatten(1).transpose(0, 1) for clip in pixels]
         return (torch.cat(clips) - shift) * factor
 
@@ -104,5 +105,10 @@ class VaeDecoder(nn.Module):
     @torch.no_grad()
     def forward(self, latents_CFHW: Tensor) -> Tensor:
         """[3, frames, height, width], about between -1 and 1, of one clip's latents in the scale that a DiT reads."""
-        shift, factor = (latents_CFHW.new_tensor(x)[:, None, None, None] for x in (self.shape.shift, self.shape.factor))
+        shift, factor = (numbers[:, None, None, None] for numbers in _scale(self.shape, latents_CFHW))
         return self.adapter.decode(self.vae, latents_CFHW / factor + shift)
+
+
+def _scale(shape: VaeShape, like: Tensor) -> list[Tensor]:
+    """Shift and factor of the latents' channels, [C] each. Args: like: whose device and dtype they have."""
+    return [to_device(torch.tensor(numbers, dtype=like.dtype), like.device) for numbers in (shape.shift, shape.factor)]

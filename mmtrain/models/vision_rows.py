@@ -20,6 +20,7 @@ from mmtrain.families.windows import Indices
 from mmtrain.models.adapters import RankRows
 from mmtrain.models.attention.context import AttentionChoices, Gather, attention_context
 from mmtrain.models.projector import Grid
+from mmtrain.models.transfer import to_device
 from mmtrain.spec.rows import RowSharding, padded, share_of
 
 
@@ -112,7 +113,7 @@ class VisionRows(RankRows):
             return x.new_zeros(self.count, self.shape.patch_dim)
         if self.travels or not self.shape.window:
             return x
-        return x.index_select(0, torch.from_numpy(self.shape.row_order(self.grids)).to(x.device, non_blocking=True))
+        return x.index_select(0, to_device(self.shape.row_order(self.grids), x.device))
 
     def arrived(self, x_rD: Tensor) -> Tensor:
         """[r, D] of the stage before; padding, which does not travel, is added again."""
@@ -152,8 +153,8 @@ class VisionRows(RankRows):
         """Features in the order in which they leave."""
         if self.travels or not self.shape.window:
             return x_VL
-        back = torch.from_numpy(np.argsort(self.shape.feature_order(self.grids)))
-        return x_VL.index_select(0, back.to(x_VL.device, non_blocking=True))
+        back = np.argsort(self.shape.feature_order(self.grids))
+        return x_VL.index_select(0, to_device(back, x_VL.device))
 
     def leaving(self, x: Tensor) -> Tensor:
         """What the next stage gets: no padding of an empty part."""

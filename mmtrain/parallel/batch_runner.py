@@ -5,6 +5,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count, islice
 
 import torch
@@ -22,8 +23,10 @@ from mmtrain.models.batch import check_batch, labelled_tokens
 from mmtrain.models.diffusion import ClipNoise, Denoising, null_token
 from mmtrain.models.loss import Loss
 from mmtrain.parallel.feed import StepFeed
+from mmtrain.parallel.feed_ahead import FeedAhead, Uploads, forwards_of
 from mmtrain.parallel.feeds.inputs import StepInputs
 from mmtrain.parallel.grads import fill_missing_grads, squared_norm
+from mmtrain.parallel.offload import copies_to
 from mmtrain.parallel.placement import Placement
 from mmtrain.parallel.planning import PendingPlan
 from mmtrain.parallel.replica_data import Item
@@ -89,12 +92,14 @@ class BatchRunner:
         if item.batch is not None and mesh.pp_rank == 0:  # other ranks may have a part of it
             check_batch(item.batch, item.meta, self.denoising.scale if self.denoising else None)
         layout = plan.layout.with_labelled(labelled_tokens(item.labels))
+        uploads = self._uploads
         inputs = StepInputs(
             layout=layout,
             meta=item.meta,
             mesh=mesh,
             batch=item.batch,
             labels=item.labels,
+            uploads=uploads,
             noise=noise,
             attention=AttentionChoices(
                 backend=self.training.attention_backend, part_blocks=self.training.attention_part_blocks
@@ -108,7 +113,18 @@ class BatchRunner:
             functions_of(self.job.schedule.instructions, self.job.partition.modules),
             None if dropout_key is None else self._keys(dropout_key, layout.batching),
         )
-        return runtime.step(StepFeed(self.job.partition, inputs), loss_grad=loss_grad)
+        feed = FeedAhead(
+            StepFeed(self.job.partition, inputs),
+            uploads,
+            forwards_of(plan.program, mesh.pp_rank),
+            most_bytes=self.training.inputs_ahead_bytes if mesh.device.type != "cpu" else 0.0,
+        )
+        return runtime.step(feed, loss_grad=loss_grad)
+
+    @cached_property
+    def _uploads(self) -> Uploads:
+        device = self.placement.mesh.device
+        return Uploads(device, copies_to(device))
 
     def _keys(self, dropout_key: int, batching: Batching) -> KeyOf:
         """Work -> the key of its dropout, which depends on its units, and on the rows that this rank's group has."""

@@ -82,13 +82,14 @@ class RowExchange:
         group: dist.ProcessGroup,
         rows_of_ranks: Sequence[npt.NDArray[np.int64]],
         needed_rows: npt.NDArray[np.int64],
-        device: Any,
+        to_device: Callable[[Tensor], Tensor] = lambda rows: rows,
         *,
         copies: int = 1,
     ) -> None:
         """Args:
         rows_of_ranks: [rank of the group] names of the rows that it holds, in order; -1 for padding.
         needed_rows: names of the rows that this rank asks for, in the order in which it gets them.
+        to_device: copies indices to where rows are.
         copies: how many ranks ask for equal rows and have equal gradients of them, which count once.
         """
         self._group, self._copies = group, copies
@@ -99,7 +100,7 @@ class RowExchange:
             index_of[names[is_row]] = rank * self._most + np.flatnonzero(is_row)
         indices = index_of[needed_rows]
         assert (indices >= 0).all(), "a row was asked for that no rank holds"
-        self._rows = torch.from_numpy(indices).to(device, non_blocking=True)
+        self._rows = to_device(torch.from_numpy(indices))
 
     def start(self, x: Tensor) -> Callable[[], Tensor]:
         """Starts the exchange of [rows held by this rank, ...]. Returns: what waits for it: [rows wanted, ...]."""

@@ -86,6 +86,11 @@ class StreamCopies:
         torch.cuda.current_stream(self._device).wait_event(started)
 
 
+def copies_to(device: torch.device) -> Copies | None:
+    """Copies between host memory and a device, on a stream of their own; None: it is the host."""
+    return StreamCopies(device) if device.type == "cuda" else None
+
+
 class _Buffers:
     """Host memory that is reused, since pinning takes longer than filling it."""
 
@@ -113,7 +118,7 @@ class Offloader:
     def __init__(self, device: torch.device, copies: Copies | None = None) -> None:
         """Args: copies: default: those of the device."""
         self.device = device
-        self.copies: Copies = copies or (StreamCopies(device) if device.type == "cuda" else PlainCopies())
+        self.copies: Copies = copies or copies_to(device) or PlainCopies()
         self.buffers = _Buffers(self.copies.buffer)
         self.leaving: deque[_Block] = deque()
         """Blocks whose copy to host memory was started and whose memory on the device is still held."""

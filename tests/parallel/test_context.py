@@ -16,7 +16,7 @@ def exchange(rank, wanted):
     values = torch.randn(6, 2, 3)
     names = torch.from_numpy(HELD[rank])
     mine = values[names.clamp(min=0)].masked_fill((names < 0)[:, None, None], torch.nan).requires_grad_()
-    out = RowExchange(dist.group.WORLD, HELD, np.array(wanted[rank], dtype=np.int64), "cpu")(mine)
+    out = RowExchange(dist.group.WORLD, HELD, np.array(wanted[rank], dtype=np.int64))(mine)
     assert torch.equal(out, values[wanted[rank]])
     weight = torch.arange(1.0, 1 + out.numel()).view_as(out) * (rank + 1)
     (out * weight).sum().backward()
@@ -40,7 +40,7 @@ def gather(rank):
     torch.manual_seed(0)
     key, value = torch.randn(1, 2, 7, 4), torch.randn(1, 2, 7, 4)
     held = [np.array([0, 6]), np.array([5, 1, 2, 3, 4])]
-    both = KeyValueGather(RowExchange(dist.group.WORLD, held, np.arange(7), "cpu"))
+    both = KeyValueGather(RowExchange(dist.group.WORLD, held, np.arange(7)))
     mine = [x[:, :, held[rank]].requires_grad_() for x in (key, value)]
     k, v = both.start(*mine)()
     assert torch.equal(k, key)
@@ -54,7 +54,7 @@ def gather_in_groups(rank):
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, heads, 7, 4, dtype=torch.float64) for heads in (6, 3, 3))
     held = [np.array([0, 6, 5, 1, 2, 3, 4]), np.array([-1])]
-    exchange = RowExchange(dist.group.WORLD, held, np.arange(7), "cpu")
+    exchange = RowExchange(dist.group.WORLD, held, np.arange(7))
     results = []
     for groups in (1, 2, 3, 8):
         context = attention_context(segment_bits([7]), rows=held[rank], gather=KeyValueGather(exchange, groups))

@@ -152,7 +152,7 @@ def context_parallel_blocks(rank, cp, tp):
             size = documents_work(LENGTHS, 2) if module == "language" else images_work(spec.module(module), GRIDS)
             parts = np.split(np.arange(size.rows), cp)
             mine = parts[mesh["cp"].get_local_rank()]
-            gather = KeyValueGather(RowExchange(mesh["cp"].get_group(), parts, np.arange(size.rows), "cpu"))
+            gather = KeyValueGather(RowExchange(mesh["cp"].get_group(), parts, np.arange(size.rows)))
             if module == "language":
                 documents = [
                     DocumentMeta(sample=i, num_tokens=n, num_targets=1, images=()) for i, n in enumerate(LENGTHS)

@@ -11,6 +11,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights
 
 from mmtrain.models.adapters import PackedVision, RankRows, TextPart
+from mmtrain.models.transfer import to_device
 
 
 class Qwen3VLVision(PackedVision):
@@ -28,7 +29,7 @@ class Qwen3VLVision(PackedVision):
             rows.shape.merge,
         )
         patches = np.maximum(rows.indices, 0)[: len(pixels)]
-        index, weight = (t[patches].to(x_RD.device, non_blocking=True) for t in (index, weight))
+        index, weight = (to_device(t[patches], x_RD.device) for t in (index, weight))
         return x_RD + (tower.pos_embed(index) * weight[:, :, None]).sum(1).to(x_RD.dtype)
 
     def merge(self, tower: PreTrainedModel, x_RD: Tensor, taps: list[Tensor]) -> Tensor:

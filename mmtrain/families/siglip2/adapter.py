@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from mmtrain.families.siglip.adapter import Siglip
 from mmtrain.families.siglip2.resize import resize_taps
 from mmtrain.models.adapters import RankRows, block_positions
+from mmtrain.models.transfer import to_device
 
 
 class Siglip2(Siglip):
@@ -23,7 +24,7 @@ class Siglip2(Siglip):
         sizes = np.repeat([grid[1:] for grid in rows.grids], [self.rows(grid) for grid in rows.grids], axis=0)
         cells = block_positions(rows.grids, rows.shape.merge).numpy()
         taps = resize_taps(cells[patches], sizes[patches], embeddings.position_embedding_size)
-        on_device = (torch.from_numpy(x).to(pixels.device, non_blocking=True) for x in taps)
+        on_device = (to_device(x, pixels.device) for x in taps)
         table = embeddings.position_embedding.weight
         positions = _Resized.apply(table, *on_device)
         return embeddings.patch_embedding(pixels.to(embeddings.patch_embedding.weight.dtype)) + positions

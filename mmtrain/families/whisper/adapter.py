@@ -11,6 +11,7 @@ from transformers.models.whisper import modeling_whisper
 
 from mmtrain.families.shapes import ROW_FRAMES
 from mmtrain.models.adapters import MaskedVision, RankRows
+from mmtrain.models.transfer import to_device
 
 
 class WhisperEncoder(MaskedVision):
@@ -41,10 +42,10 @@ def _embedded_rows(tower: PreTrainedModel, patches: Tensor, rows: RankRows) -> T
     x_RD3 = nn.functional.gelu(nn.functional.conv1d(x_RBF, first.weight, first.bias))
     # Before a sound's first frame the second convolution reads zeros, as its padding, and not what the first one
     # makes of zeros.
-    begins_R = torch.from_numpy(time_R == 0).to(x_RD3.device, non_blocking=True)
+    begins_R = to_device(time_R == 0, x_RD3.device)
     x_RD3[:, :, 0].masked_fill_(begins_R[:, None], 0)
     x_RD = nn.functional.gelu(nn.functional.conv1d(x_RD3, second.weight, second.bias)).squeeze(2)
-    return x_RD + tower.embed_positions(torch.from_numpy(time_R).to(x_RD.device, non_blocking=True))
+    return x_RD + tower.embed_positions(to_device(time_R, x_RD.device))
 
 
 ADAPTERS = {"whisper_encoder": WhisperEncoder}

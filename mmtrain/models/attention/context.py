@@ -22,6 +22,7 @@ from mmtrain.models.attention.blockwise import diagonal_attention, piecewise_att
 from mmtrain.models.attention.flex import RowBlocks, block_attention, make_row_blocks
 from mmtrain.models.attention.pieces import Piece, find_runs, is_block_diagonal, make_pieces
 from mmtrain.models.attention.varlen import MOST_CALLS, VarlenCall, group_runs, make_call, varlen_attention
+from mmtrain.models.transfer import to_device
 
 PACKED = "mmtrain_packed"
 """Name of `packed_attention` in a Hugging Face config."""
@@ -106,7 +107,7 @@ class AttentionContext:
 
     def device_bits(self, device: torch.device) -> Tensor:
         """`bits` [T] on a device."""
-        return self._once(("bits", device), lambda: torch.from_numpy(self.bits).to(device, non_blocking=True))
+        return self._once(("bits", device), lambda: to_device(self.bits, device))
 
     def blocks(self, device: torch.device, heads: int) -> RowBlocks:
         """The blocks of rows of FlexAttention, on a device. Args: heads: of one call."""

@@ -23,6 +23,7 @@ from mmtrain.modality.bitfield import (
     visible_keys,
 )
 from mmtrain.modality.token_split import longest_part, parts_of_rows
+from mmtrain.models.transfer import to_device
 
 BLOCK_SIZE = 128
 """Rows and keys of a block of the mask: the size for which the kernels of FlexAttention are tuned."""
@@ -125,8 +126,8 @@ def make_row_blocks(bits: Bits, rows: Bits, device: torch.device, *, most: int =
     first = np.searchsorted(block_of, np.arange(len(any_visible) + 1))
     nth = np.arange(np.diff(first).max())
     parts = np.where(nth < np.diff(first)[:, None], first[:-1, None] + nth, len(block_of))
-    with_part = tuple(_on(device, np.flatnonzero(parts[:, n] < len(block_of))) for n in nth[1:])
-    return RowBlocks(mask, _on(device, block_of), _on(device, parts), with_part)
+    with_part = tuple(to_device(np.flatnonzero(parts[:, n] < len(block_of)), device) for n in nth[1:])
+    return RowBlocks(mask, to_device(block_of, device), to_device(parts, device), with_part)
 
 
 def _block_mask(
@@ -139,11 +140,11 @@ def _block_mask(
         limits: [2, rows] first key that a row may see here, and the one after the last.
     """
     num_rows, num_keys = (length * BLOCK_SIZE for length in any_visible.shape)
-    positions = _on(device, np.concatenate([rows, np.full(num_rows - len(rows), -1)]))
+    positions = to_device(np.concatenate([rows, np.full(num_rows - len(rows), -1)]), device)
     # No key has the mask -1, nor the document -1 that it stands for.
     padded_bits = np.append(bits, np.full(num_keys - len(bits) + 1, -1))
-    key_bits = _on(device, padded_bits[:-1])
-    row_bits = _on(device, np.append(padded_bits[rows], np.full(num_rows - len(rows), -1)))
+    key_bits = to_device(padded_bits[:-1], device)
+    row_bits = to_device(np.append(padded_bits[rows], np.full(num_rows - len(rows), -1)), device)
 
     def mask_mod(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         # Captures only tensors: a captured number would compile a kernel for each of its values.
@@ -159,9 +160,9 @@ def _block_mask(
         return mask_mod(batch, head, row, column) & (column >= low[row]) & (column < high[row])
 
     if limits is not None:
-        low, high = (_on(device, limit) for limit in limits)
+        low, high = (to_device(limit, device) for limit in limits)
 
-    counts_and_indices = [_on(device, x) for blocks in (any_visible & ~full, full) for x in _listed(blocks)]
+    counts_and_indices = [to_device(x, device) for blocks in (any_visible & ~full, full) for x in _listed(blocks)]
     return BlockMask.from_kv_blocks(
         *counts_and_indices,
         BLOCK_SIZE=BLOCK_SIZE,
@@ -202,7 +203,3 @@ def _listed(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Number and indices of the true columns of each row, the true ones first, [1, 1, R] and [1, 1, R, C] int32."""
     indices = np.argsort(~blocks, axis=1, kind="stable")
     return blocks.sum(axis=1).astype(np.int32)[None, None], indices.astype(np.int32)[None, None]
-
-
-def _on(device: torch.device, x: np.ndarray) -> Tensor:
-    return torch.from_numpy(x).to(device, non_blocking=True)

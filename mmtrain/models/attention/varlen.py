@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from mmtrain.models.attention.pieces import Piece
+from mmtrain.models.transfer import to_device
 
 MOST_CALLS = 2
 """Most calls for rows whose keys are not their own: one for each of the two runs of rows that a rank has where
@@ -97,11 +98,11 @@ def make_call(runs: list[Piece], device: torch.device) -> VarlenCall:
     rows, keys = (np.array([getattr(run, name) for run in runs]) for name in ("rows", "keys"))
     sizes = np.stack([rows[:, 1] - rows[:, 0], keys[:, 1] - keys[:, 0]])
     edges = np.concatenate([np.zeros((2, 1), np.int64), sizes.cumsum(axis=1)], axis=1).astype(np.int32)
-    row_edges, key_edges = torch.from_numpy(edges).to(device, non_blocking=True).unbind()
+    row_edges, key_edges = to_device(edges, device).unbind()
     of_call: tuple[int, int] | Tensor = int(keys[0, 0]), int(keys[-1, 1])
     if (keys[1:, 0] != keys[:-1, 1]).any():
         indices = np.concatenate([np.arange(*run.keys) for run in runs])
-        of_call = torch.from_numpy(indices).to(device, non_blocking=True)
+        of_call = to_device(indices, device)
     causal = any(run.kind == "causal" for run in runs)
     return VarlenCall(
         rows=(int(rows[0, 0]), int(rows[-1, 1])),

@@ -80,7 +80,7 @@ class CaptionsFeed(ClipsFeed):
 
 
 class LatentsFeed(ClipsFeed):
-    """Noisy latents for the first stage of a DiT, targets for the last one; behind a VAE, functions that make them."""
+    """Functions that make noisy latents for the first stage of a DiT, and targets for the last one."""
 
     def __call__(self, first: bool, last: bool, work: int) -> Arguments:
         clips, noise = self._works[work].units, self._noise
@@ -93,15 +93,11 @@ class LatentsFeed(ClipsFeed):
         if last and noise.wants_predictions:
             kwargs["want_predictions"] = True
         args: tuple[Any, ...] = ()
-        if self._module.latents_arrive:
+        if first or last:
+            arrive = self._module.latents_arrive
+            known = [(clip,) for clip in clips] if arrive else list(zip(clips, self._content(work), strict=True))
             if first:
-                args = ([partial(noise.noisy, clip) for clip in clips],)
+                args = ([partial(noise.noisy, *of_clip) for of_clip in known],)
             if last:
-                kwargs["targets"] = [None if clip.blank else partial(noise.target, clip) for clip in clips]
-        elif first or last:
-            pairs = list(zip(clips, self._content(work), strict=True))
-            if first:
-                args = ([noise.noisy(*pair) for pair in pairs],)
-            if last:
-                kwargs["targets"] = [noise.target(*pair) for pair in pairs]
+                kwargs["targets"] = [None if of_clip[0].blank else partial(noise.target, *of_clip) for of_clip in known]
         return args, kwargs

@@ -169,7 +169,7 @@ class DocumentsFeed:
         ]
         group, copies = (inputs.mesh.submesh_group, submesh.tp // parts) if over_tp else (inputs.mesh.cp_group, 1)
         assert group is not None
-        exchange = RowExchange(group, features_of_ranks, needed_features[slots], inputs.mesh.device, copies=copies)
+        exchange = RowExchange(group, features_of_ranks, needed_features[slots], inputs.to_device, copies=copies)
         return FeatureRows(inputs.to_device(torch.from_numpy(slots)), exchange)
 
     def _module_of(self, work: int) -> str:

@@ -13,7 +13,9 @@ from mmtrain.modality.submesh import Indices, pad_indices
 from mmtrain.models.attention.context import AttentionChoices
 from mmtrain.models.batch import Batch
 from mmtrain.models.diffusion import ClipNoise
+from mmtrain.models.transfer import to_device
 from mmtrain.parallel.context import KeyValueGather, RowExchange
+from mmtrain.parallel.feed_ahead import Uploads
 from mmtrain.parallel.mesh import Mesh
 from mmtrain.planner.layout import IterationLayout
 
@@ -31,6 +33,8 @@ class StepInputs:
     """What this rank needs of the batch."""
     labels: Sequence[Tensor] = ()
     """[T] of each microbatch."""
+    uploads: Uploads | None = None
+    """How tensors get to the device; None: by copies that what is computed next waits for."""
     noise: ClipNoise | None = None
     """The random choices for clips."""
     attention: AttentionChoices = AttentionChoices()  # noqa: RUF009  immutable
@@ -50,8 +54,8 @@ class StepInputs:
         return values[..., index.clamp(min=0)].masked_fill(index < 0, padding)
 
     def to_device(self, tensor: Tensor) -> Tensor:
-        """The tensor on this rank's device."""
-        return tensor.to(self.mesh.device, non_blocking=True)
+        """The tensor on this rank's device, where copies may be under way (`Uploads.add`)."""
+        return self.uploads.add(tensor) if self.uploads else to_device(tensor, self.mesh.device)
 
     def key_value_gather(self, rows_of_ranks: Sequence[Indices], degree: int, total: int) -> KeyValueGather:
         """The exchange of keys among cp ranks.
@@ -63,5 +67,5 @@ class StepInputs:
         """
         assert self.mesh.cp_group is not None
         padded = [pad_indices(rows, degree) for rows in rows_of_ranks]
-        exchange = RowExchange(self.mesh.cp_group, padded, np.arange(total), self.mesh.device)
+        exchange = RowExchange(self.mesh.cp_group, padded, np.arange(total), self.to_device)
         return KeyValueGather(exchange, self.layout.submesh.head_groups)

@@ -1,0 +1,28 @@
+"""Copies from host memory to a device, for which the host does not wait.
+
+A device reads pinned memory by itself. Of pageable memory the driver makes a copy first, and may wait for all that the
+device still has to do, also where the caller asks it not to.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def pinned(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host in memory that copies to a device reach; itself where the device has no such memory.
+
+    Torch keeps the memory until copies of it that were started are done, and uses it again.
+    """
+    return x.pin_memory() if device.type == "cuda" and x.numel() else x
+
+
+def to_device(values: Tensor | np.ndarray[Any, Any], device: torch.device) -> Tensor:
+    """Values of the host on a device, copied from pinned memory in the order of its current stream; on a CPU the values
+    themselves."""
+    x = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
+    if device.type == "cpu" or x.device.type != "cpu":
+        return x.to(device)
+    return pinned(x, device).to(device, non_blocking=True)
