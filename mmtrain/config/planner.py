@@ -61,8 +61,9 @@ class PlannerConfig:
     (to host memory; on a CPU that is a copy, and saves nothing)."""
     memory_limit: str = ""
     """What a rank may take of its device's memory in all: "72GiB", "500MB", or a part as "90%" (of a CPU: of the
-    machine's memory, shared by its ranks); empty: no limit. Parameters, gradients, optimizer state, the process itself
-    and memory_margin are subtracted; activations get the rest, see docs/memory.md."""
+    machine's memory, shared by its ranks); empty: no limit. Parameters, gradients, optimizer state, the process
+    itself, on a GPU training.inputs_ahead_mib, and memory_margin are subtracted; activations get the rest, see
+    docs/memory.md."""
     memory_margin: float = 0.05
     """Part of memory_limit that is left for what the plan does not count: temporary tensors, fragments. It grows by
     itself after a step that took more than memory_limit."""

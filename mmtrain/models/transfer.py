@@ -1,14 +1,17 @@
-"""Copies from host memory to a device, for which the host does not wait.
+"""Copies from host memory to a device, for which the host does not wait; and the one back, for which it does.
 
 A device reads pinned memory by itself. Of pageable memory the driver makes a copy first, and may wait for all that the
 device still has to do, also where the caller asks it not to.
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils import _pytree
+
+_Tree = TypeVar("_Tree")
 
 
 def pinned(x: Tensor, device: torch.device) -> Tensor:
@@ -26,3 +29,18 @@ def to_device(values: Tensor | np.ndarray[Any, Any], device: torch.device) -> Te
     if device.type == "cpu" or x.device.type != "cpu":
         return x.to(device)
     return pinned(x, device).to(device, non_blocking=True)
+
+
+def to_host(tree: _Tree) -> _Tree:
+    """The tensors of nested dicts, lists and tuples on the host, detached, by a single copy: the host waits until the
+    device has made all of them.
+
+    Args: tree: integers in it are below 2**53.
+    """
+    tensors, structure = _pytree.tree_flatten(tree)
+    if not tensors:
+        return tree
+    flat = torch.cat([x.detach().reshape(-1).to(torch.float64) for x in tensors]).cpu()
+    parts = zip(tensors, flat.split([x.numel() for x in tensors]), strict=True)
+    on_host: _Tree = _pytree.tree_unflatten([part.view(x.shape).to(x.dtype) for x, part in parts], structure)
+    return on_host

@@ -43,7 +43,7 @@ def source_sums(
     Args:
         names: of the S sources; of a job with one source empty.
         labels: [T] of each microbatch.
-        losses: work -> [L] loss of each labelled position among this rank's tokens.
+        losses: work -> [L] loss of each labelled position among this rank's tokens, on the host.
     """
     sums = torch.zeros(len(names), 4, dtype=torch.float64)
     if not names:
@@ -56,8 +56,7 @@ def source_sums(
             for clip in microbatch.clips:
                 sums[index[clip.source], :3] += torch.tensor((1, clip.num_tokens + clip.num_text_tokens, 0))
     works = {} if mesh.place.tp else losses  # tp ranks have equal losses
-    on_host = torch.cat(list(works.values())).to("cpu", torch.float64) if works else torch.empty(0)
-    for work, losses_L in zip(works, on_host.split([len(x) for x in works.values()]), strict=True):
+    for work, losses_L in works.items():
         documents = [unit for unit in plan.batching.items[work].units if isinstance(unit, DocumentMeta)]
         counts = torch.tensor([document.num_targets for document in documents])
         source_L = torch.tensor([index[document.source] for document in documents]).repeat_interleave(counts)
@@ -66,7 +65,7 @@ def source_sums(
             labelled_T = labels[number] != IGNORE_INDEX
             rows = torch.from_numpy(plan.layout.documents.tokens(number)[mesh.place.cp])
             source_L = source_L[(labelled_T.cumsum(0) - 1)[rows][labelled_T[rows]]]
-        sums[:, 3].index_add_(0, source_L, losses_L)
+        sums[:, 3].index_add_(0, source_L, losses_L.double())
     return sums
 
 

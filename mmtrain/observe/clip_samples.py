@@ -61,7 +61,7 @@ def sampled(asked: ClipPrompts, runner: BatchRunner, plan: Callable[[IterationMe
 
     def predict(clips: Sequence[Tensor], timestep: float) -> Tensor:
         item = data.item(asked.batch(clips), asked.meta)
-        outcome = runner.run(made, item, noise=GivenNoise(timestep))
+        outcome, _ = runner.run(made, item, noise=GivenNoise(timestep)).on_host()
         return _gathered(made, outcome.predictions, runner)
 
     scheduler = make_scheduler(runner.denoising.section)
@@ -78,7 +78,7 @@ def _gathered(plan: IterationPlan, predictions: dict[int, Sequence[Tensor]], run
     layout, mesh = plan.layout.of_module["dit"], runner.placement.mesh
     assert isinstance(layout, ClipsLayout)
     local = {
-        clip.sample: values.cpu()
+        clip.sample: values
         for work, of_clips in predictions.items()
         for clip, values in zip(layout.works[work].units, of_clips, strict=True)
     }

@@ -178,7 +178,7 @@ class JobMemory:
         place = layout.coordinates(dist.get_rank())
 
         def budget_of(own: Config) -> BudgetHistory:
-            job, rule = by_depth[own.parallelism.layout.pp], MemoryRule.of(own, found.device_bytes)
+            job, rule = by_depth[own.parallelism.layout.pp], MemoryRule.of(own, found.device_bytes, device=device.type)
             budget = rule.budget(job.spec, job.partition, found.process_bytes)
             budget.check()
             return BudgetHistory(budget=budget, device=device.type)

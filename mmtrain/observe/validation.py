@@ -104,7 +104,7 @@ class Validator:
         """A forward pass, and work -> predicted token of each labelled position; the latter on one rank of a submesh,
         elsewhere empty."""
         plan, mesh = self.plan(item.meta), self.runner.placement.mesh
-        outcome = self.runner.run(plan, item, noise=noise, want_predictions=True)
+        outcome, _ = self.runner.run(plan, item, noise=noise, want_predictions=True).on_host()
         predictions = whole_predictions(plan, item.labels, outcome.predictions, mesh)
         return plan, outcome, predictions if mesh.place.cp == mesh.place.tp == 0 else {}
 
@@ -124,7 +124,7 @@ class Validator:
             if outcome.losses and mesh.place.cp == mesh.place.tp == 0:
                 num_targets += runner.loss.num_values(item.meta)
                 if runner.job.spec.reads_pairs:
-                    embeddings += [predictions[work].cpu() for work in sorted(predictions)]
+                    embeddings += [predictions[work] for work in sorted(predictions)]
                 else:
                     count_answers(plan, item.meta, item.labels, predictions, accuracy)
         pairs = Pairs(replica=mesh.dp_rank, embeddings=embeddings, contents=of_pairs)
@@ -142,12 +142,12 @@ def count_answers(
 
     Args:
         labels: [T] of each microbatch.
-        predictions: work -> [L] predicted token of each labelled position of its microbatch, in order.
+        predictions: work -> [L] predicted token of each labelled position of its microbatch, in order, on the host.
     """
     for work, predicted in predictions.items():
         index = plan.batching.works[work].microbatch
         targets = labels[index][labels[index] != IGNORE_INDEX]
-        hits = (predicted.cpu() == targets).tolist()
+        hits = (predicted == targets).tolist()
         position = 0
         for document in meta.microbatches[index].documents:
             for length in document.answers:
@@ -162,12 +162,14 @@ def whole_predictions(
 ) -> dict[int, Tensor]:
     """work -> [L] predicted token of each labelled position, from those of each cp rank's tokens.
 
-    Collective over cp. Args: labels: [T] of each microbatch. predictions: of this rank's labelled positions.
+    Collective over cp.
+
+    Args: labels: [T] of each microbatch. predictions: of this rank's labelled positions, on the host.
     """
     if mesh.cp_group is None:
         return dict(predictions)
     parts: list[dict[int, Tensor]] = [{}] * mesh.layout.cp
-    dist.all_gather_object(parts, {work: values.cpu() for work, values in predictions.items()}, group=mesh.cp_group)
+    dist.all_gather_object(parts, dict(predictions), group=mesh.cp_group)
     whole = {}
     for work in predictions:
         microbatch = plan.batching.works[work].microbatch

@@ -143,14 +143,11 @@ class BatchRunner:
         return self.denoising.noise(step, hides=hides) if self.denoising else None
 
     def loss_sum(self, outcome: StepOutcome) -> float:
-        """This rank's share of its replica's loss: tp ranks hold equal losses, cp ranks those of their own tokens."""
-        return self._loss_sum(outcome, torch.zeros((), dtype=torch.float64, device=self.placement.mesh.device))[0]
+        """This rank's share of its replica's loss: tp ranks hold equal losses, cp ranks those of their own tokens.
 
-    def _loss_sum(self, outcome: StepOutcome, other: Tensor) -> tuple[float, float]:
-        """`loss_sum` and a float64 scalar of the device, in one copy."""
-        losses = () if self.placement.mesh.place.tp else outcome.losses.values()
-        *found, number = torch.stack([*(loss.double() for loss in losses), other]).tolist()
-        return sum(found, 0.0), number
+        Args: outcome: on the host.
+        """
+        return 0.0 if self.placement.mesh.place.tp else sum(map(float, outcome.losses.values()), 0.0)
 
     def replica_loss(self, loss_sum: float, meta: IterationMeta) -> float:
         """The mean loss of this rank's replica. Collective over the replica. Args: loss_sum: of this rank."""
@@ -159,11 +156,10 @@ class BatchRunner:
             dist.all_reduce(loss, group=self.placement.mesh.replica_group)
         return float(loss)
 
-    def finish_gradients(self, outcome: StepOutcome) -> tuple[float, float]:
+    def finish_gradients(self) -> Tensor:
         """Completes the gradients of this rank's parameters over all axes. Collective over the job.
 
-        Returns: this rank's `loss_sum`, and its share of the square of the gradients' norm. They come from the device
-        together, which is where the host waits for a step.
+        Returns: this rank's share of the square of the gradients' norm, a float64 scalar of the device.
         """
         model, mesh = self.placement.model, self.placement.mesh
         parameters = model.parameters  # a walk over all modules
@@ -172,8 +168,7 @@ class BatchRunner:
         model.sums.finish()
         # The tied head is counted in the norm where the embedding is.
         skip = model.tied[-1] if model.tied and self.job.partition.tie_ranks[1] == mesh.pp_rank else None
-        squares = squared_norm(parameters, mesh, skip=skip)
-        return self._loss_sum(outcome, squares)
+        return squared_norm(parameters, mesh, skip=skip)
 
 
 def job_denoising(config: Config) -> Denoising | None:

@@ -35,11 +35,14 @@ def squared_norm(parameters: Iterable[nn.Parameter], mesh: Mesh, *, skip: nn.Par
 
     Args: skip: a copy of a parameter that another rank counts (the tied head).
     """
-    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    grads: dict[int, list[Tensor]] = {}
     for parameter in parameters:
-        if parameter.grad is None or parameter is skip:
-            continue
-        total += local_part(parameter.grad).double().pow(2).sum() / _copies(parameter, mesh)
+        if parameter.grad is not None and parameter is not skip:
+            grads.setdefault(_copies(parameter, mesh), []).append(local_part(parameter.grad))
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    for copies, of_parameters in grads.items():  # a few operators for all parameters
+        norms = torch._foreach_norm(of_parameters, dtype=torch.float64)
+        total += torch.stack(norms).to(mesh.device).square().sum() / copies
     return total
 
 

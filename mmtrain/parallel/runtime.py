@@ -7,7 +7,7 @@ checks are replaced by the work graph: works are identified by their index, tran
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmtrain.errors import PlanError
+from mmtrain.models.transfer import to_host
 from mmtrain.parallel.action_clock import ActionClock, Times
 from mmtrain.parallel.bound_actions import BoundAction, in_turns, split_works
 from mmtrain.parallel.instructions import Functions, Instructions
@@ -48,6 +49,13 @@ class StepOutcome:
     """work -> [L] loss of each labelled position of this rank, detached; of a job that reports losses by source."""
     times: Callable[[], Times] = lambda: ((), (0.0, 0.0))
     """Reads the clock; waits for the device until the program has ended."""
+
+    def on_host(self, *others: Tensor) -> tuple["StepOutcome", tuple[Tensor, ...]]:
+        """The outcome with its tensors on the host, and other tensors there: the one wait of a step."""
+        moved = self.losses, self.predictions, self.position_losses, others
+        losses, predictions, position_losses, on_host = to_host(moved)
+        outcome = replace(self, losses=losses, predictions=predictions, position_losses=position_losses)
+        return outcome, on_host
 
     @cached_property
     def _times(self) -> Times:

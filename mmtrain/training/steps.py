@@ -215,7 +215,8 @@ class Steps:
             loss_grad=1.0 / max(1, num_targets),
             dropout_key=combined_key(self.config.debug.seed, step) if self.config.model.lora.dropout else None,
         )
-        loss_sum, squares = self._runner.finish_gradients(outcome)
+        outcome, (squares,) = outcome.on_host(self._runner.finish_gradients())  # the host waits here, and only here
+        loss_sum = self._runner.loss_sum(outcome)
         by_source = source_sums(self._sources, plan, item.meta, item.labels, outcome.position_losses, self.mesh)
         self.metrics.is_leader = self.mesh.is_leader
         self.metrics.record("tokens", item.meta.num_all_tokens)

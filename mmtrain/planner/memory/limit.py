@@ -1,8 +1,8 @@
 """`planner.memory_limit`: the memory of a rank without activations, and the remainder for activations. Pure.
 
-A rank may use memory up to its limit. The process itself, parameters (gathered copies included), gradients and
-optimizer state take a fixed amount, whatever the plan. A margin covers memory that no plan counts. Activations get the
-remainder. After a step that exceeded the limit, the margin of that pipeline rank grows from the second next step on:
+A rank may use memory up to its limit. The process itself, parameters (gathered copies included), gradients,
+optimizer state and inputs that wait on an accelerator take a fixed amount, whatever the plan. A margin covers memory
+that no plan counts. Activations get the remainder. After a step that exceeded the limit, the margin of that pipeline rank grows from the second next step on:
 the next step may be planned already, and the start of the change must not depend on the speed of planning. The margin
 always leaves room for one microbatch of any batch that was trained on.
 """
@@ -18,6 +18,7 @@ from mmtrain.config.config import Config
 from mmtrain.config.memory_amount import MemoryAmount, show_bytes, show_gib
 from mmtrain.config.planner import PlannerConfig
 from mmtrain.costs.operators.cluster import Cluster
+from mmtrain.costs.operators.hardware import Hardware
 from mmtrain.errors import MemoryLimitError
 from mmtrain.planner.memory.rank_state import RankState, Sharding
 from mmtrain.planner.partition.partition import Partition
@@ -26,7 +27,17 @@ from mmtrain.schedule.plan import exceeds
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.spec.spec import ModelSpec
 
-_COLUMNS = ("pp_rank", "limit", "process", "parameters", "gradients", "optimizer", "margin", "left for activations")
+_COLUMNS = (
+    "pp_rank",
+    "limit",
+    "process",
+    "parameters",
+    "gradients",
+    "optimizer",
+    "inputs",
+    "margin",
+    "left for activations",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +50,8 @@ class RankBudget:
     """Bytes that it may take in total; None: no limit."""
     process_bytes: float
     """Bytes of the process in addition to tensors: interpreter and libraries, or the context of an accelerator."""
+    inputs_bytes: float = 0.0
+    """Of inputs that wait on an accelerator for their forwards (`training.inputs_ahead_mib`)."""
     margin_bytes: float
     """Reserved for memory that no plan counts."""
 
@@ -46,7 +59,7 @@ class RankBudget:
     def fixed_bytes(self) -> float:
         """Bytes that are held during the whole step, whatever the plan."""
         state = self.state
-        return self.process_bytes + state.param_bytes + state.grad_bytes + state.optimizer_bytes
+        return self.process_bytes + self.inputs_bytes + state.param_bytes + state.grad_bytes + state.optimizer_bytes
 
     @property
     def activation_bytes(self) -> float | None:
@@ -63,8 +76,8 @@ class RankBudget:
     def cells(self) -> tuple[str, ...]:
         """Its row of the budget's table, in GiB."""
         state = self.state
-        fixed = (self.process_bytes, state.param_bytes, state.grad_bytes, state.optimizer_bytes, self.margin_bytes)
-        columns = (self.limit_bytes, *fixed, self.activation_bytes)
+        fixed = (self.process_bytes, state.param_bytes, state.grad_bytes, state.optimizer_bytes, self.inputs_bytes)
+        columns = (self.limit_bytes, *fixed, self.margin_bytes, self.activation_bytes)
         return (str(self.pp_rank), *("-" if num_bytes is None else show_gib(num_bytes) for num_bytes in columns))
 
     def holds(self, activation_bytes: float) -> bool:
@@ -74,7 +87,7 @@ class RankBudget:
 
     def predicted_bytes(self, activation_bytes: float) -> float:
         """Peak bytes of a step, without the margin. Args: activation_bytes: the peak of its activations."""
-        return self.process_bytes + self.state.peak_bytes(activation_bytes)
+        return self.process_bytes + self.inputs_bytes + self.state.peak_bytes(activation_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,23 +201,29 @@ class MemoryRule:
     margin: float
     """As a fraction of the limit."""
     sharding: Sharding
+    inputs_bytes: float
+    """Of inputs that wait on an accelerator for their forwards."""
 
     @classmethod
-    def of(cls, config: Config, device_bytes: float | None = None) -> "MemoryRule":
+    def of(cls, config: Config, device_bytes: float | None = None, *, device: str = "") -> "MemoryRule":
         """The rule of a job.
 
-        Args: device_bytes: memory of a rank's device; None: that of `planner.hardware`, if it is set.
+        Args:
+            device_bytes: memory of a rank's device; None: that of `planner.hardware`, if it is set.
+            device: its type; empty: that of `planner.hardware`, or a CPU.
         Raises: ConfigError: the hardware does not exist.
         """
-        section = config.planner
+        section, hardware = config.planner, _hardware(config)
+        type_of_device = device or (hardware.compute.value if hardware else "cpu")
         amount = MemoryAmount.parse("planner.memory_limit", section.memory_limit) if section.memory_limit else None
         if amount and amount.fraction and device_bytes is None:
-            device_bytes = _hardware_bytes(config)
+            device_bytes = hardware.memory_bytes if hardware else None
         return cls(
             amount=amount,
             limit_bytes=amount.bytes_of(device_bytes) if amount else None,
             margin=section.memory_margin,
             sharding=Sharding.of(config),
+            inputs_bytes=config.training.inputs_ahead_bytes if type_of_device != "cpu" else 0.0,
         )
 
     @classmethod
@@ -224,6 +243,7 @@ class MemoryRule:
                 state=self.sharding.rank_state(spec, partition, pp_rank),
                 limit_bytes=self.limit_bytes,
                 process_bytes=process_bytes,
+                inputs_bytes=self.inputs_bytes,
                 margin_bytes=self.margin * (self.limit_bytes or 0.0),
             )
             for pp_rank in range(partition.num_ranks)
@@ -231,11 +251,17 @@ class MemoryRule:
         return MemoryBudget(amount=self.amount, ranks=tuple(ranks))
 
 
-def _hardware_bytes(config: Config) -> float | None:
-    """Memory of a device of `planner.hardware`; None: it is not set."""
+def _hardware(config: Config) -> Hardware | None:
+    """`planner.hardware`; None: it is not set."""
     if not config.planner.hardware:
         return None
-    return Cluster.of(config.planner.hardware, config.parallelism.layout.world_size).hardware.memory_bytes
+    return Cluster.of(config.planner.hardware, config.parallelism.layout.world_size).hardware
+
+
+def _hardware_bytes(config: Config) -> float | None:
+    """Memory of a device of `planner.hardware`; None: it is not set."""
+    hardware = _hardware(config)
+    return hardware.memory_bytes if hardware else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

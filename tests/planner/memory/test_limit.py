@@ -152,11 +152,12 @@ def test_the_table_has_a_line_a_pipeline_rank():
     found = budget("planner.memory_limit=1GiB", process_bytes=256 * MIB)
     title, head, *rows = found.table().splitlines()
     assert title == "memory in GiB:"
-    assert " ".join(head.split()) == "pp_rank limit process parameters gradients optimizer margin left for activations"
+    columns = "pp_rank limit process parameters gradients optimizer inputs margin left for activations"
+    assert " ".join(head.split()) == columns
     for pp_rank, row in enumerate(rows):
         params = 4 * count(pp_rank)
         left = GIB - 256 * MIB - 4 * params - 0.05 * GIB
-        amounts = (GIB, 256 * MIB, params, params, 2 * params, 0.05 * GIB, left)
+        amounts = (GIB, 256 * MIB, params, params, 2 * params, 0, 0.05 * GIB, left)
         assert row.split() == [str(pp_rank), *map(show_gib, amounts)]
     assert len(rows) == 2
 
@@ -166,7 +167,7 @@ def test_a_limit_that_leaves_nothing_is_refused_in_one_line(capsys):
     assert main(words) == 2
     (error,) = capsys.readouterr().err.splitlines()
     words = r'error: planner.memory_limit = "8MB" leaves pp_rank 0 nothing for activations \(GiB: limit 0.00745, '
-    words += r"process 0, parameters \S+, gradients \S+, optimizer \S+, margin 0.000373\); raise it, "
+    words += r"process 0, parameters \S+, gradients \S+, optimizer \S+, inputs 0, margin 0.000373\); raise it, "
     assert re.match(words, error), error
     with pytest.raises(ConfigError, match="pp_rank 0 nothing"):
         budget("planner.memory_limit=1GiB", process_bytes=GIB).check()
@@ -206,8 +207,19 @@ def test_a_part_of_hardware_is_known_before_the_job_starts():
     limits = make_job(job).activation_limits
     assert limits is not None
     assert MemoryRule.of(job).limit_bytes == pytest.approx(0.9 * 48e9)
-    assert limits[0] == pytest.approx(0.9 * 0.95 * 48e9 - 16 * count(0))
+    assert limits[0] == pytest.approx(0.9 * 0.95 * 48e9 - 16 * count(0) - 256 * MIB)
     assert MemoryRule.of(job, device_bytes=GIB).limit_bytes == pytest.approx(0.9 * GIB)  # what is really there counts
+
+
+def test_inputs_that_wait_on_an_accelerator_are_subtracted():
+    job = config.load("debug_vlm.toml", ["planner.memory_limit=2GiB", "training.inputs_ahead_mib=100"])
+    made = make_job(job)
+    on_cpu, on_cuda = (
+        MemoryRule.of(job, device=device).budget(made.spec, made.partition) for device in ("cpu", "cuda")
+    )
+    for without, ranks in zip(on_cpu.ranks, on_cuda.ranks, strict=True):
+        assert without.activation_bytes - ranks.activation_bytes == 100 * MIB
+        assert ranks.predicted_bytes(0) - without.predicted_bytes(0) == 100 * MIB
 
 
 def test_the_budget_without_a_limit_predicts_and_limits_nothing():
