@@ -40,7 +40,7 @@ class Uploads:
         x = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
         if self._copies is None:
             return x
-        on_device = torch.empty_like(x, device=self._device, memory_format=torch.contiguous_format)
+        on_device = torch.empty(x.shape, dtype=x.dtype, device=self._device)
         if x.numel():
             self._open.append((on_device, pinned(x.contiguous(), self._device)))
         return on_device

@@ -23,6 +23,7 @@ from mmtrain.modality.typical import reference_sizes
 from mmtrain.models.batch import labelled_tokens
 from mmtrain.parallel.build import build_local_model, check_same_program
 from mmtrain.parallel.feed import StepFeed
+from mmtrain.parallel.feed_ahead import FeedAhead, forwards_of
 from mmtrain.parallel.feeds.inputs import StepInputs
 from mmtrain.parallel.grads import fill_missing_grads, local_part, squared_norm
 from mmtrain.parallel.mesh import build_mesh
@@ -180,6 +181,11 @@ def identify(shape: JobLayout) -> str:
     return "-".join(f"{axis}{n}" for axis, n in shape.divided.items()) or "one"
 
 
+def possible(shape: JobLayout, cases: dict[str, Case]) -> dict[str, Case]:
+    """The cases that a layout can run: context parallelism does not divide the works of a text-to-video model."""
+    return {name: case for name, case in cases.items() if shape.cp == 1 or not case.model.reads_clips}
+
+
 def with_mask(model: ModelConfig, mask: str) -> ModelConfig:
     """The model with another attention mask."""
     return dataclasses.replace(model, language=dataclasses.replace(model.language, attention_mask=mask))
@@ -245,13 +251,7 @@ def run_case(mesh, case, submesh, parts):
     whole = {}
     for run in case.runs:
         schedule, size, *delay = run
-        planner = IterationPlanner(Job(
-            spec=spec, partition=parts, section=PLANNER,
-            costs=FlopsCosts.of(PLANNER, shares=submesh.size), schedule=SCHEDULES[schedule], sub_microbatch_size=size,
-            sharded=uses_fsdp(mesh.layout, case.training, data_encoder=submesh.data_encoder),
-            regathered=case.regathered, submesh=submesh, check_plans=True,
-            memory=MemoryChoices(section=case.recompute),
-        ))  # fmt: skip
+        planner = make_planner(mesh, case, submesh, parts, spec, run)
         if delay and (schedule, size) not in whole:
             run_step(mesh, parts, planner, model, local, runtime, batches)
             whole[schedule, size] = take_gradients(local)
@@ -285,6 +285,18 @@ def run_case(mesh, case, submesh, parts):
     return found
 
 
+def make_planner(mesh, case, submesh, parts, spec, run):
+    """Of a run's schedule."""
+    schedule, size, *_ = run
+    return IterationPlanner(Job(
+        spec=spec, partition=parts, section=PLANNER,
+        costs=FlopsCosts.of(PLANNER, shares=submesh.size), schedule=SCHEDULES[schedule], sub_microbatch_size=size,
+        sharded=uses_fsdp(mesh.layout, case.training, data_encoder=submesh.data_encoder),
+        regathered=case.regathered, submesh=submesh, check_plans=True,
+        memory=MemoryChoices(section=case.recompute),
+    ))  # fmt: skip
+
+
 def take_gradients(local):
     """Name -> this rank's part of the gradient, of every parameter that trains; they are removed."""
     found = {}
@@ -299,7 +311,30 @@ def take_gradients(local):
 def run_step(
     mesh, parts, planner, model, local, runtime, batches, delay=None, every=1, memories=None, braids=None, limit=None
 ):
-    batch, meta = batches[mesh.dp_rank]
+    outcome = run_program(
+        mesh, parts, planner, model, runtime, batches[mesh.dp_rank], delay, every, memories, braids, limit,
+        num_targets=(num_targets := values_of(model) * sum(m.num_targets for _, m in batches)),
+    )  # fmt: skip
+    fill_missing_grads(local.parameters)
+    finish_gradients(local.parameters)
+    local.sums.finish()
+    losses = outcome.losses.values() if mesh.place.tp == 0 else ()
+    loss = torch.tensor(sum(float(x) for x in losses) / num_targets, dtype=torch.float64)
+    torch.distributed.all_reduce(loss)
+    return float(loss)
+
+
+def values_of(model):
+    """Numbers that a target has."""
+    return dit_shape(model).output_dim if model.dit is not None else 1
+
+
+def run_program(
+    mesh, parts, planner, model, runtime, batch_of_replica, delay=None, every=1, memories=None, braids=None, limit=None,
+    *, num_targets=1, uploads=None,
+):  # fmt: skip
+    """The outcome of the actions of a step. Args: uploads: how inputs get to the device, ahead."""
+    batch, meta = batch_of_replica
     item = ReplicaData(
         Config(model=model, data=DataConfig(source="nowhere"), training=TRAINING), mesh, planner.job.spec, parts
     ).item(batch, meta)
@@ -308,26 +343,19 @@ def run_step(
     if memories is not None:
         program = dataclasses.replace(program, memory=draw_memories(parts, planner.job.spec, program.graph, memories))
     check_same_program(program.hash, mesh)
-    values = 1
-    if model.dit is not None:
-        values = dit_shape(model).output_dim
     layout = plan.layout.with_labelled(labelled_tokens(item.labels))
-    inputs = StepInputs(layout=layout, meta=meta, mesh=mesh, batch=item.batch, labels=item.labels, noise=NOISE)
-    num_targets = values * sum(m.num_targets for _, m in batches)
-    place = mesh.place
+    inputs = StepInputs(
+        layout=layout, meta=meta, mesh=mesh, batch=item.batch, labels=item.labels, noise=NOISE, uploads=uploads
+    )
+    feed, place = StepFeed(parts, inputs), mesh.place
+    if uploads is not None:
+        feed = FeedAhead(feed, uploads, forwards_of(program, mesh.pp_rank), most_bytes=1e6)
     runtime.load(
         program,
         lambda stage, work: planner.job.output_shape(layout, stage, work, place.cp, place.tp),
         key_of=(lambda work: DROPOUT_KEY) if model.lora.dropout else None,
     )
-    outcome = runtime.step(StepFeed(parts, inputs), loss_grad=1 / num_targets)
-    fill_missing_grads(local.parameters)
-    finish_gradients(local.parameters)
-    local.sums.finish()
-    losses = outcome.losses.values() if place.tp == 0 else ()
-    loss = torch.tensor(sum(float(x) for x in losses) / num_targets, dtype=torch.float64)
-    torch.distributed.all_reduce(loss)
-    return float(loss)
+    return runtime.step(feed, loss_grad=1 / num_targets)
 
 
 def limited_plan(planner, meta, limit):

@@ -13,6 +13,7 @@ from tests.parallel.parity import (
     check,
     identify,
     layouts,
+    possible,
     run_layout,
     selection,
     shallow,
@@ -116,11 +117,6 @@ def submesh_cases(shape: JobLayout) -> dict[str, Case]:
         ),
     }
     return possible(shape, cases if shape.pp > 2 else {name: shallow(case) for name, case in cases.items()})
-
-
-def possible(shape: JobLayout, cases: dict[str, Case]) -> dict[str, Case]:
-    """The cases that a layout can run: context parallelism does not divide the works of a text-to-video model."""
-    return {name: case for name, case in cases.items() if shape.cp == 1 or not case.model.reads_clips}
 
 
 PLANES = {shape: submesh_cases(shape) for shape in COVERING}

@@ -1,23 +1,46 @@
-"""Nothing inside of a chunk's forward and backward needs a value from the device, for which the host would wait.
+"""Nothing inside of a step's actions needs a value from the device, for which the host would wait, or copies pageable
+memory to it.
 
-On the meta device tensors have no values: `item`, `nonzero`, a boolean index or a copy to the host raises
-there. Not covered: copies from the host, which pass.
+On the meta device tensors have no values: `item`, `nonzero`, a boolean index or a copy to the host raises there, and
+`no_waits` refuses copies of what is not pinned. Whole steps run as one rank of a group whose messages go nowhere. Not
+covered: FSDP2, NCCL.
 """
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from mmtrain.config.data import DiffusionConfig
+from mmtrain.config.topology import JobLayout
 from mmtrain.models.attention import varlen
 from mmtrain.models.attention.varlen import LIMITS
 from mmtrain.models.build import build_chunk
+from mmtrain.models.diffusion import ClipNoise
+from mmtrain.parallel import build
+from mmtrain.parallel.action_clock import ActionClock
+from mmtrain.parallel.build import build_local_model
+from mmtrain.parallel.feed_ahead import Uploads
+from mmtrain.parallel.mesh import build_mesh
+from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.parallel.weight_grads import WeightGrads
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.vocabulary import divided_vocabulary
 from tests.lora import with_lora
 from tests.models.attention.varlen import ANY
 from tests.models.conftest import tiny_model
-from tests.reference import in_chunks
+from tests.models.dits import t2v
+from tests.models.towers import two_towers
+from tests.parallel import parity
+from tests.parallel.parity import NO_IMAGE, TEXT_ON_ONE, Case, identify, possible, shallow, with_mask
+from tests.parallel.test_deepstack import deepstack
+from tests.reference import in_chunks, make_batch, model_config
 from tests.spec.test_builders import FAMILIES, inputs
+from tests.waits import META, MetaCopies, no_waits
 
 
 @pytest.mark.parametrize(
@@ -75,10 +98,98 @@ def run_all(chunk, x, kwargs):
         out = chunk(x, **kwargs)
         return out.sum() if isinstance(out, torch.Tensor) else out.loss_sum
 
-    start().backward()
-    grads = WeightGrads(chunk)
-    with grads.deferred(0):
-        loss = start()
-    with grads.deferred(0):
-        loss.backward()
-    grads.run(0)
+    with no_waits():
+        start().backward()
+        grads = WeightGrads(chunk)
+        with grads.deferred(0):
+            loss = start()
+        with grads.deferred(0):
+            loss.backward()
+        grads.run(0)
+
+
+# ------------------------------------------------------------------------------------------- whole steps
+
+SPLIT = (("1F1B", 1), ("1F1B", 1, 2))
+"""With B, and with I and W."""
+KEY_HEADS = {"key_heads": 4}
+SOUNDS = [[["a", 1], [0], ["aa"], [1]], [["a"], [0], [0], [1]]]
+"""Images of each document, a a sound."""
+CASES = {
+    "qwen2_vl, tied": Case(model=model_config(tied=True, **KEY_HEADS), runs=SPLIT),
+    "qwen2_vl, patches": Case(model=model_config(**KEY_HEADS), runs=SPLIT, share_patches=True),
+    "qwen2_5_vl, native merger": Case(
+        model=with_mask(model_config("qwen2_5_vl_vision", "llama", projector="native", **KEY_HEADS), "modality"),
+        runs=SPLIT, share_patches=True, head_groups=2,
+    ),
+    "qwen3_vl": Case(model=deepstack(4), runs=SPLIT),
+    "siglip2": Case(model=model_config("siglip2_vision_model", "qwen3", **KEY_HEADS), runs=SPLIT),
+    "clip": Case(model=model_config("clip_vision_model", "mistral", **KEY_HEADS), runs=SPLIT),
+    "images and sound": Case(
+        model=model_config(others={"audio": "whisper_encoder"}, **KEY_HEADS), runs=SPLIT, images=SOUNDS
+    ),
+    "images and packed sound": Case(
+        model=model_config(others={"audio": "qwen2_audio_encoder"}, **KEY_HEADS), runs=SPLIT, images=SOUNDS
+    ),
+    "two towers": Case(model=two_towers("siglip", microbatches=2), runs=SPLIT),
+    "siglip, images over tp": Case(
+        model=with_mask(model_config("siglip_vision_model", "qwen2", **KEY_HEADS), "image_bidirectional"),
+        runs=SPLIT, data_encoder=True,
+    ),
+    "siglip, frozen language": Case(
+        model=model_config("siglip_vision_model", "llama", frozen=("language",), **KEY_HEADS), runs=SPLIT,
+        images=TEXT_ON_ONE,
+    ),
+    "vit": Case(model=model_config("vit", "llama", **KEY_HEADS), runs=SPLIT, split="causal"),
+    "LoRA": Case(model=with_lora(model_config(**KEY_HEADS)), runs=SPLIT),
+    "text": Case(model=model_config(None, "qwen2", **KEY_HEADS), runs=SPLIT, images=NO_IMAGE),
+    "text to video": Case(model=t2v(out_channels=4), runs=SPLIT),
+    "text to video, VAE": Case(model=t2v(vae="wan"), runs=SPLIT),
+}  # fmt: skip
+LAYOUTS = [JobLayout.grid(**degrees) for degrees in ({}, {"tp": 2}, {"cp": 2}, {"cp": 2, "tp": 2}, {"pp": 2})]
+STEPS = [(shape, name) for shape in LAYOUTS for name in possible(shape, CASES)]
+
+
+@pytest.mark.parametrize(("shape", "name"), STEPS, ids=[f"{identify(shape)} {name}" for shape, name in STEPS])
+def test_a_step_of_a_rank_waits_for_nothing(shape, name, monkeypatch):
+    case = CASES[name] if name == "qwen3_vl" else shallow(CASES[name], 2)
+    for rank in range(shape.pp):  # ranks of a submesh do alike
+        with rank_of(shape, case, rank * shape.stage_size, monkeypatch) as run:
+            for number, delay in enumerate(case.runs):
+                with no_waits() as watched:
+                    run(*delay[2:])
+                assert watched.operators > 100 and watched.copied > 0, (rank, number)
+
+
+@contextmanager
+def rank_of(shape, case, rank, monkeypatch) -> Iterator:
+    """Runs steps of one rank of a layout on the device without values."""
+    monkeypatch.setattr(build, "_begin", lambda *args: None)
+    monkeypatch.setattr(build, "uses_fsdp", lambda *args, **kwargs: False)  # it wants parameters with values
+    monkeypatch.setattr(parity, "NOISE", ValuelessNoise(DiffusionConfig(), 7, 1, null_token=0))
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=shape.world_size)
+    try:
+        submesh, parts = case.submesh(shape), parity.cut(case, shape)
+        mesh = build_mesh(shape, torch.device("cpu"), data_encoder=submesh.data_encoder)
+        mesh = dataclasses.replace(mesh, device=META)
+        spec = case.spec(shape.pp, shape.tp)
+        local = build_local_model(case.model, spec, parts, mesh, case.training, seed=5)
+        for chunk in local.chunks:
+            chunk.to(META)  # its buffers
+        runtime = PipelineScheduleRuntime(local.stages)
+        runtime._clock = ActionClock(torch.device("cpu"))
+        planner = parity.make_planner(mesh, case, submesh, parts, spec, case.runs[0])
+        batch = make_batch(case.model, case.images[0], seed=1)
+        uploads = Uploads(META, MetaCopies())
+        yield lambda *delay: parity.run_program(
+            mesh, parts, planner, case.model, runtime, batch, *delay, uploads=uploads
+        )
+    finally:
+        dist.destroy_process_group()
+
+
+class ValuelessNoise(ClipNoise):
+    """Of a device without a generator."""
+
+    def _noise(self, clip, like):
+        return torch.empty_like(like)

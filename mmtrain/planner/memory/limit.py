@@ -2,9 +2,9 @@
 
 A rank may use memory up to its limit. The process itself, parameters (gathered copies included), gradients,
 optimizer state and inputs that wait on an accelerator take a fixed amount, whatever the plan. A margin covers memory
-that no plan counts. Activations get the remainder. After a step that exceeded the limit, the margin of that pipeline rank grows from the second next step on:
-the next step may be planned already, and the start of the change must not depend on the speed of planning. The margin
-always leaves room for one microbatch of any batch that was trained on.
+that no plan counts. Activations get the remainder. After a step that exceeded the limit, the margin of that pipeline
+rank grows from the second next step on: the next step may be planned already, and the start of the change must not
+depend on the speed of planning. The margin always leaves room for one microbatch of any batch that was trained on.
 """
 
 import math
