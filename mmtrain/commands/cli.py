@@ -33,6 +33,7 @@ from mmtrain.commands.elastic import node_counts, train_node, train_on_nodes
 from mmtrain.commands.local_ranks import RankDiedError, Stopped, train_on_ranks
 from mmtrain.config import config
 from mmtrain.errors import ConfigError, MMTrainError, for_terminal, nearest
+from mmtrain.launch.device_allocator import set_allocator
 from mmtrain.launch.folder_owner import owned
 from mmtrain.launch.launched import Launched, local_world_size, meeting_point
 from mmtrain.launch.processes import end_with_parent, environment, leave
@@ -121,6 +122,7 @@ def _guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace)
     """The exit status of a command; an error is one line on standard error."""
     # Each rank and each data worker would repeat what transformers warns of, such as special tokens out of range.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    set_allocator()
     try:
         return run(args)
     except MMTrainError as error:

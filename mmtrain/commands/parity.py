@@ -142,7 +142,7 @@ def check_parity(
         say: called with progress messages.
     Raises: MMTrainError: config or data cannot be used.
     """
-    low = "bfloat16" in (config.training.mixed_precision_param, config.training.mixed_precision_reduce)
+    low = "bfloat16" in (config.training.param_dtype, config.training.mixed_precision_reduce)
     if tolerance is None:
         tolerance = LOW_PRECISION_TOLERANCE if low else FLOAT32_TOLERANCE
     with tempfile.TemporaryDirectory(prefix="mmtrain-parity-") as name:
@@ -371,7 +371,7 @@ def describe(config: Config) -> str:
     whole, call = whole_kind(config.model), "group of pairs" if config.model.reads_pairs else "document"
     return (
         f"layout  {layout or 'one rank'}: {shape.world_size} processes (gloo, CPU), "
-        f"schedule {section.pipeline_parallel_schedule}, {training.mixed_precision_param}\n"
+        f"schedule {section.pipeline_parallel_schedule}, {training.param_dtype}\n"
         f"job     made small: {modules}; {training.global_batch_size} microbatches of {size}"
         + (f"\ntruth   the class of transformers for the whole {whole}, one call a {call}" if whole else "")
     )

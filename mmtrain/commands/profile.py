@@ -48,7 +48,10 @@ def _profile(args: argparse.Namespace) -> int:
             raise ConfigError(f"profile: {name} {value}; it is at least 1")
     if args.workload is not None and args.samples is None:
         raise ConfigError(f"profile: --workload {args.workload} has no effect without --samples N; add it")
-    job = config.load(args.config, args.overrides)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from mmtrain.parallel.mesh import on_own_device
+
+    job = on_own_device(config.load(args.config, args.overrides))
     job = config.of_pipeline(job, job.parallelism.layout.deepest)  # layers take the same time in all
     what = "profile.json" if args.samples is None else "samples.json"
     out: Path = args.out or Path(job.job.dump_folder) / what
@@ -69,7 +72,6 @@ def _profile(args: argparse.Namespace) -> int:
     spec = job_spec(job) if job.elastic.enable else make_job(job).spec
     if hardware:
         load_hardware(hardware)  # raises if it does not exist
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     from mmtrain.commands.profiler import profile_job
     from mmtrain.costs.profile.calibration import calibrate
     from mmtrain.costs.profile.table import table

@@ -189,7 +189,7 @@ def uses_fsdp(shape: JobLayout, training: TrainingConfig, *, data_encoder: bool 
 
     Args: data_encoder: tensor-parallel ranks hold whole encoders and work on different images.
     """
-    low_precision = "bfloat16" in (training.mixed_precision_param, training.mixed_precision_reduce)
+    low_precision = "bfloat16" in (training.param_dtype, training.mixed_precision_reduce)
     spread = shape.dp * shape.cp * (shape.tp if data_encoder else 1) > 1
     return spread or low_precision or training.enable_cpu_offload
 
@@ -198,11 +198,12 @@ def _check_masters(config: Config) -> None:
     training = config.training
     if training.master_weights == "all":
         return
-    if training.mixed_precision_param != "bfloat16":
+    if training.param_dtype != "bfloat16":
         raise ConfigError(
             f'training.master_weights = "{training.master_weights}" holds weights in bfloat16, but '
-            'training.mixed_precision_param = "float32" computes in float32; set that to "bfloat16", or master_weights '
-            'to "all"'
+            f'training.mixed_precision_param = "{training.mixed_precision_param}" computes in float32'
+            f'{" on a CPU" if training.mixed_precision_param == "auto" else ""}; set that to "bfloat16", or '
+            'master_weights to "all"'
         )
     if training.master_weights == "none" and config.optimizer.ema_decay:
         raise ConfigError(

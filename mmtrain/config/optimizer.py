@@ -69,8 +69,8 @@ class OptimizerConfig:
     """Added to the root of the second moment."""
     weight_decay: float = 0.1
     """Decay of matrices, times the learning rate."""
-    implementation: Literal["for-loop", "foreach", "fused"] = "foreach"
-    """Kernel of torch's optimizer."""
+    implementation: Literal["auto", "for-loop", "foreach", "fused"] = "auto"
+    """Kernel of torch's optimizer. auto: fused on CUDA, else foreach."""
     moments_dtype: Literal["float32", "bfloat16"] = "float32"
     """Both moments between steps. bfloat16 halves their memory (4 instead of 8 bytes a parameter) and rounds them,
     so beta2 is at most 0.99: changes below 0.4 % are lost."""
@@ -80,6 +80,11 @@ class OptimizerConfig:
     4 bytes a parameter. 0: none."""
     groups: list[OptimizerGroup] = field(default_factory=list)
     """Parameters with values of their own, each a table [[optimizer.groups]]."""
+
+    @property
+    def kernel(self) -> str:
+        """The implementation; that of a CPU where the device is not known."""
+        return "foreach" if self.implementation == "auto" else self.implementation
 
     def __post_init__(self) -> None:
         at_most("optimizer", self, lr=1e6, eps=1e6, weight_decay=1e6)

@@ -52,8 +52,9 @@ class TrainingConfig:
     """Packed microbatches of one step over all data-parallel replicas."""
     max_norm: float = 1.0
     """Gradient norm above which gradients are scaled down; 0: never."""
-    mixed_precision_param: Literal["float32", "bfloat16"] = "float32"
-    """Dtype that FSDP2 computes in; master weights stay float32, unless master_weights says otherwise."""
+    mixed_precision_param: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype that FSDP2 computes in; master weights stay float32, unless master_weights says otherwise. auto: bfloat16
+    on CUDA where the device has it, else float32, on which commands without a device count, too."""
     master_weights: Literal["all", "trained", "none"] = "all"
     """Parameters with float32 masters, in each rank's shards; the others are bfloat16 alone, 2 bytes instead of 4, as
     mixed_precision_param must be. trained: those that train; frozen ones lose only what computing in bfloat16 loses
@@ -96,6 +97,11 @@ class TrainingConfig:
             )
         if not self.steps and not self.epochs:
             raise ConfigError("training: steps and epochs are both 0, so the job has no length; set one of them")
+
+    @property
+    def param_dtype(self) -> str:
+        """The dtype of compute; that of a CPU where the device is not known."""
+        return "float32" if self.mixed_precision_param == "auto" else self.mixed_precision_param
 
     @property
     def inputs_ahead_bytes(self) -> float:
@@ -391,7 +397,9 @@ class DebugConfig:
     seed: int = 0
     """Seed of weights, data order and every other random choice."""
     deterministic: bool = False
-    """Deterministic kernels only; an operation that has none raises."""
+    """Deterministic kernels only; an operation that has none raises. On a GPU it costs time: sums of gradients (of
+    embeddings, of chosen rows) and attention's backward run in one order instead of as they come, convolutions are not
+    tuned, and new memory is filled."""
     check_plans: bool = False
     """Prove each plan free of deadlock under three models of the transport before it runs."""
 

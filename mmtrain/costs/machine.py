@@ -78,7 +78,7 @@ class Machine:
                 f"degrees of [parallelism] make {world} ranks; change a degree, or name {hardware.name}x{world}"
             )
         config.parallelism.layout.check_nodes(hardware.gpus_per_node)
-        dtype_bytes = DTYPE_BYTES[config.training.mixed_precision_param]
+        dtype_bytes = DTYPE_BYTES[config.training.param_dtype]
         return cls(
             name=f"{hardware.name}x{cluster.num_gpus}",
             costs=costs,

@@ -45,7 +45,7 @@ class MeasuredCosts(ExchangesUnknown):
         """
         section = config.planner
         profile = Profile.read(section.profile)
-        whole = model_spec(config.model, dtype_bytes=DTYPE_BYTES[config.training.mixed_precision_param])
+        whole = model_spec(config.model, dtype_bytes=DTYPE_BYTES[config.training.param_dtype])
         check_fits(profile, config, whole if spec.divides_vocabulary else spec, section.profile)
         nominal, transfer = FlopsCosts.of(section), profile.transfer
         return cls(

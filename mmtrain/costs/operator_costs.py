@@ -93,7 +93,7 @@ class OperatorCosts:
                 f"parallelism.tensor_parallel_degree = {submesh.tp}, but a node of {cluster.hardware.name} has "
                 f"{cluster.hardware.gpus_per_node} accelerators; tensor parallelism stays inside of a node, lower it"
             )
-        dtype_bytes = DTYPE_BYTES[config.training.mixed_precision_param]
+        dtype_bytes = DTYPE_BYTES[config.training.param_dtype]
         divisions = {module.name: linked_division(submesh, cluster, module) for module in spec.modules}
         return cls(
             spec,

@@ -4,12 +4,12 @@ A device reads pinned memory by itself. Of pageable memory the driver makes a co
 device still has to do, also where the caller asks it not to.
 """
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 
 _Tree = TypeVar("_Tree")
 
@@ -37,10 +37,20 @@ def to_host(tree: _Tree) -> _Tree:
 
     Args: tree: integers in it are below 2**53.
     """
-    tensors, structure = _pytree.tree_flatten(tree)
+    tensors: list[Tensor] = []
+    _changed(tree, tensors.append)
     if not tensors:
         return tree
     flat = torch.cat([x.detach().reshape(-1).to(torch.float64) for x in tensors]).cpu()
-    parts = zip(tensors, flat.split([x.numel() for x in tensors]), strict=True)
-    on_host: _Tree = _pytree.tree_unflatten([part.view(x.shape).to(x.dtype) for x, part in parts], structure)
+    parts = iter(flat.split([x.numel() for x in tensors]))
+    on_host: _Tree = _changed(tree, lambda x: next(parts).view(x.shape).to(x.dtype))
     return on_host
+
+
+def _changed(tree: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Nested dicts, lists and tuples with other values in place of their tensors."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, dict):
+        return {key: _changed(value, change) for key, value in tree.items()}
+    return type(tree)(_changed(value, change) for value in tree) if isinstance(tree, list | tuple) else tree

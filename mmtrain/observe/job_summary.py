@@ -31,6 +31,7 @@ def start_lines(
     *,
     device: str,
     capability: tuple[int, int] = (0, 0),
+    allocator: str = "",
     threads: int,
     cut_s: float,
 ) -> list[str]:
@@ -40,6 +41,7 @@ def start_lines(
         jobs: [pipeline] -> its job.
         device: its type.
         capability: compute capability of a CUDA device.
+        allocator: setting of its allocator.
         threads: of one rank's search.
         cut_s: seconds that the partitions took.
     """
@@ -75,6 +77,7 @@ def start_lines(
         f"schedule {config.parallelism.pipeline_parallel_schedule}; {_length(training)} of "
         f"{training.global_batch_size} microbatches x {training.seq_len} tokens"
     )
+    lines += [_device_path(config, device, allocator)] if device != "cpu" else []
     lines.append(attention_line(config, device, capability))
     lines.append(f"seed {config.debug.seed} (debug.seed): initial weights, order of the samples, searches")
     lines.append(show_switches(config.planner, threads))
@@ -89,6 +92,22 @@ def start_lines(
             'planner.memory_limit, such as "90%"'
         )
     return lines
+
+
+def _device_path(config: Config, device: str, allocator: str) -> str:
+    """How an accelerator computes and gets its inputs."""
+    training = config.training
+    masters = {"all": "float32", "trained": "float32 of what trains, else no", "none": "no"}[training.master_weights]
+    low = training.param_dtype == "bfloat16"
+    parts = [f"{training.param_dtype} with {masters} masters" if low else training.param_dtype]
+    parts.append(f"{config.optimizer.name} {config.optimizer.kernel}")
+    parts.append(f"float32 products {'in TF32' if low else 'without TF32'}")
+    ahead = training.inputs_ahead_mib
+    parts.append(f"inputs up to {ahead:g} MiB ahead" if ahead else "inputs when a forward begins")
+    parts.append(f"allocator {allocator or 'as torch has it'}")
+    if config.debug.deterministic:
+        parts.append("deterministic kernels, which take longer (debug.deterministic)")
+    return f"device: {device}; {', '.join(parts)}"
 
 
 def _length(training: TrainingConfig) -> str:

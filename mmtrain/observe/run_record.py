@@ -18,6 +18,7 @@ from mmtrain.config.toml_sections import to_dict
 from mmtrain.data.chat_templates import prompt_notes
 from mmtrain.data.tokenizer import job_tokenizer
 from mmtrain.errors import ConfigError, MMTrainError
+from mmtrain.launch.device_allocator import allocator_setting
 from mmtrain.launch.folder_owner import Ownership, owned
 from mmtrain.launch.launched import local_world_size
 from mmtrain.models.attention.backend import capability_of
@@ -191,7 +192,13 @@ def log_start(config: Config, jobs: Sequence[Job], device: torch.device, cut_s: 
     num_ranks = local_world_size(config.parallelism.layout.world_size)
     threads = search_threads(config.planner.threads, num_cores(), num_ranks)
     lines = start_lines(
-        config, jobs, device=device.type, capability=capability_of(device), threads=threads, cut_s=cut_s
+        config,
+        jobs,
+        device=device.type,
+        capability=capability_of(device),
+        allocator=allocator_setting(),
+        threads=threads,
+        cut_s=cut_s,
     )
     for line in lines:
         if not again or line.startswith("mesh: "):

@@ -104,7 +104,7 @@ def build_local_model(
             mesh.device,
             mesh.pp_group,
             mesh.channels,
-            dtype=DTYPES[training.mixed_precision_param],
+            dtype=DTYPES[training.param_dtype],
             memory=memory,
             divided=_is_divided(module, mesh),
             output_dtypes=output_dtypes,
@@ -140,7 +140,7 @@ def _drop_masters(chunk: Chunk, training: TrainingConfig) -> None:
             if parameter.requires_grad and training.master_weights == "trained":
                 continue
             if parameter not in done:
-                rounded = parameter.detach().to(DTYPES[training.mixed_precision_param])
+                rounded = parameter.detach().to(DTYPES[training.param_dtype])
                 done[parameter] = nn.Parameter(rounded, requires_grad=parameter.requires_grad)
             module.register_parameter(name, done[parameter])
 

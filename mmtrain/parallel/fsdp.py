@@ -28,7 +28,7 @@ def apply_fsdp(
     # Inputs keep their dtype: activations have the compute dtype already, chunks convert pixels themselves, and
     # rotary tables must stay float32.
     precision = MixedPrecisionPolicy(
-        param_dtype=DTYPES[training.mixed_precision_param],
+        param_dtype=DTYPES[training.param_dtype],
         reduce_dtype=DTYPES[training.mixed_precision_reduce],
         cast_forward_inputs=False,
     )

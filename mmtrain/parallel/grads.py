@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mmtrain.parallel.mesh import Mesh
-from mmtrain.parallel.torch_private import scale_
+from mmtrain.parallel.torch_private import norms, scale_
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -41,8 +41,8 @@ def squared_norm(parameters: Iterable[nn.Parameter], mesh: Mesh, *, skip: nn.Par
             grads.setdefault(_copies(parameter, mesh), []).append(local_part(parameter.grad))
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for copies, of_parameters in grads.items():  # a few operators for all parameters
-        norms = torch._foreach_norm(of_parameters, dtype=torch.float64)
-        total += torch.stack(norms).to(mesh.device).square().sum() / copies
+        of_each = norms(of_parameters, torch.float64)
+        total += torch.stack(of_each).to(mesh.device).square().sum() / copies
     return total
 
 

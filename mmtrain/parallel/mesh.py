@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from mmtrain.config.config import Config
+from mmtrain.config.device_choices import on_device
 from mmtrain.config.sections import CommConfig
 from mmtrain.config.topology import Coordinates, JobLayout
 from mmtrain.errors import ConfigError
@@ -40,6 +42,13 @@ def pick_device(comm: CommConfig) -> torch.device:
             "devices with CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
     return torch.device("cuda", launched.local_rank % count)
+
+
+def on_own_device(config: Config) -> Config:
+    """The configuration with what "auto" stands for on this machine's devices. Raises: ConfigError."""
+    if not torch.cuda.is_available():
+        return on_device(config, "cpu")
+    return on_device(config, "cuda", bfloat16=torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 def backend_of(comm: CommConfig, device: torch.device) -> str:

@@ -216,7 +216,7 @@ def build_optimizers(
                 optimizer_kwargs={**values, "weight_decay": decay if decayed else 0.0},
             )
         )
-    config = LocalOptimizers.Config(param_groups=configs, implementation=section.implementation)
+    config = LocalOptimizers.Config(param_groups=configs, implementation=section.kernel)
     moments = getattr(torch, section.moments_dtype)
     return LocalOptimizers(config, model_parts=list(chunks), moments=moments, ema_decay=section.ema_decay)
 

@@ -42,6 +42,7 @@ __all__ = [
     "gradient_edge",
     "group_of_one",
     "is_decomposed",
+    "norms",
     "prepare_fsdp",
     "process_groups",
     "profiling",
@@ -87,6 +88,12 @@ def tensor_like(cls: type[Any], part: torch.Tensor, shape: tuple[int, ...]) -> A
 def scale_(tensors: list[torch.Tensor], factor: float) -> None:
     """Multiplies tensors of any shapes in place, in few kernels."""
     torch._foreach_mul_(tensors, factor)
+
+
+def norms(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """The 2-norms of tensors of any shapes, computed in a dtype, in few kernels."""
+    found: list[torch.Tensor] = list(torch._foreach_norm(tensors, dtype=dtype))
+    return found
 
 
 def profiling() -> bool:

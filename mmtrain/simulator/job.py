@@ -93,7 +93,7 @@ def job_spec(config: Config) -> ModelSpec:
     """
     check_degrees(config)
     check_window(config.model, config.training.seq_len)
-    spec = model_spec(config.model, dtype_bytes=DTYPE_BYTES[config.training.mixed_precision_param])
+    spec = model_spec(config.model, dtype_bytes=DTYPE_BYTES[config.training.param_dtype])
     section = config.parallelism
     if section.vocabulary_parallel == "pipeline" and section.pipeline_parallel_degree > 1:
         spec = divided_vocabulary(spec, section.pipeline_parallel_degree, section.tensor_parallel_degree)

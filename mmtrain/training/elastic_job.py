@@ -37,7 +37,7 @@ from mmtrain.parallel.agreement import Agreement, Report, agree, differing_input
 from mmtrain.parallel.alike import Subject, check_alike
 from mmtrain.parallel.generation import Generation
 from mmtrain.parallel.job_inputs import node_inputs
-from mmtrain.parallel.mesh import pick_device
+from mmtrain.parallel.mesh import on_own_device, pick_device
 from mmtrain.parallel.roll_call import is_communication
 from mmtrain.parallel.stores import open_store
 from mmtrain.planner.job_schedule import job_schedule
@@ -69,6 +69,7 @@ class ElasticJob:
     def __init__(
         self, config: Config, member: Member, *, search: Search = make_plan, observers: Iterable[Observer] = ()
     ) -> None:
+        config = on_own_device(config)
         self.config, self.member = config, member
         self._observers, self._stops = tuple(observers), StopSignals()
         self.state = RankState(

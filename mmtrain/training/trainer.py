@@ -43,7 +43,7 @@ from mmtrain.observe.step_memory import DeviceMemory
 from mmtrain.observe.validation import Validator
 from mmtrain.parallel.activation_memory import saved_ops
 from mmtrain.parallel.job_group import JobGroup
-from mmtrain.parallel.mesh import pick_device
+from mmtrain.parallel.mesh import on_own_device, pick_device
 from mmtrain.parallel.planning import PendingPlan
 from mmtrain.parallel.replica_data import Item
 from mmtrain.parallel.torch_private import set_default_timeout
@@ -75,6 +75,7 @@ class Trainer(Steps):
             jobs: [pipeline] -> its job; None: they are made.
         Raises: ConfigError.
         """
+        config = on_own_device(config)
         check_temporary_folder(config.data.num_workers)
         check_video(config)
         saved_ops(config.activation_checkpoint)
@@ -323,4 +324,6 @@ def prepare_process(config: Config, device: torch.device) -> None:
     seed_everything(config.debug.seed, config.debug.deterministic)
     if device.type == "cpu":
         keep_freed_memory()
+    elif config.training.param_dtype == "bfloat16":  # nor do products that stay in float32 need all digits
+        torch.set_float32_matmul_precision("high")
     set_default_timeout(timedelta(seconds=config.comm.timeout_seconds))

@@ -8,6 +8,7 @@ import pytest
 
 from mmtrain.config import config
 from mmtrain.config.config import each_pipeline
+from mmtrain.config.device_choices import on_device
 from mmtrain.config.sections import MetricsConfig
 from mmtrain.data.questions import Answer
 from mmtrain.observe.job_summary import FEW_CLIPS, few_clips, high_rate, start_lines
@@ -188,3 +189,23 @@ def test_the_cut_of_pipelines_of_each_depth_is_shown():
     shown = lines("debug_vlm.toml", *words)
     assert sum("in 2 chunks: " in line and "; 3 chunks: " in line for line in shown) == 2
     assert any(line.startswith("mesh: pipelines [2, 3, 2], dp_shard ") for line in shown)
+
+
+def test_a_line_says_how_an_accelerator_computes():
+    def path(*overrides: str, allocator: str = "") -> str:
+        job = on_device(config.load("debug_vlm.toml", overrides), "cuda")
+        made = each_pipeline(job, make_job)
+        found = start_lines(job, made, device="cuda", capability=(9, 0), allocator=allocator, threads=1, cut_s=0.0)
+        (line,) = (line for line in found if line.startswith("device: "))
+        return line
+
+    assert path(allocator="expandable_segments:True") == (
+        "device: cuda; bfloat16 with float32 masters, AdamW fused, float32 products in TF32, inputs up to 256 MiB "
+        "ahead, allocator expandable_segments:True"
+    )
+    own = "--training.mixed_precision_param=float32", "--optimizer.implementation=foreach"
+    assert path(*own, "--training.inputs_ahead_mib=0", "--debug.deterministic=true") == (
+        "device: cuda; float32, AdamW foreach, float32 products without TF32, inputs when a forward begins, allocator "
+        "as torch has it, deterministic kernels, which take longer (debug.deterministic)"
+    )
+    assert not any(line.startswith("device: ") for line in lines("debug_vlm.toml"))

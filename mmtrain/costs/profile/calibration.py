@@ -83,7 +83,7 @@ def calibrate(profile: Profile, config: Config, spec: ModelSpec, hardware: str) 
     """
     profiled = load_hardware(hardware)
     costs = OperatorCosts.of(config, spec, Cluster.of(hardware, config.parallelism.layout.world_size))
-    dtype_bytes = DTYPE_BYTES[config.training.mixed_precision_param]
+    dtype_bytes = DTYPE_BYTES[config.training.param_dtype]
     rows, seconds = [], []
     for module, index, layer in _layers(profile, spec):
         graph = costs.graph(module, index, input_grad=layer.input_grad)

@@ -190,7 +190,7 @@ def job_of(config: Config) -> dict[str, str | int]:
     section, training = config.parallelism, config.training
     return {
         **families(config.model),
-        "dtype": training.mixed_precision_param,
+        "dtype": training.param_dtype,
         "attention_backend": training.attention_backend,
         "attention_part_blocks": training.attention_part_blocks,
         "loss_chunk_tokens": loss_chunk_tokens(config, language_shape(config.model).vocab_size),

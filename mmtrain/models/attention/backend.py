@@ -85,7 +85,7 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 
 def operands_of(config: Config, device: str, capability: tuple[int, int]) -> dict[str, Operands]:
     """Module -> the operands of its attention, of those whose attention is chosen here: all but diffusers' modules."""
-    dtype = getattr(torch, config.training.mixed_precision_param)
+    dtype = getattr(torch, config.training.param_dtype)
     shapes = {name: shape_of(config.model, name) for name in config.model.sections}
     return {
         name: Operands(device, capability, dtype, shape.head_dim)

@@ -69,7 +69,7 @@ class SamplePricer:
     @classmethod
     def of(cls, config: Config) -> "SamplePricer":
         """The pricer of a job. Raises: ConfigError: the model cannot be built, or has no costs."""
-        spec = model_spec(config.model, dtype_bytes=DTYPE_BYTES[config.training.mixed_precision_param])
+        spec = model_spec(config.model, dtype_bytes=DTYPE_BYTES[config.training.param_dtype])
         spec = with_loss_chunks(spec, config)
         return cls(
             spec=spec,
@@ -245,7 +245,7 @@ def drawn_source(workload: str) -> str:
 
 def settings_of(config: Config, source: str = "") -> dict[str, str | int]:
     """The settings on which the costs of samples depend. Args: source: empty: the job's data."""
-    spec = model_spec(config.model, dtype_bytes=DTYPE_BYTES[config.training.mixed_precision_param])
+    spec = model_spec(config.model, dtype_bytes=DTYPE_BYTES[config.training.param_dtype])
     params = {f"{module.name} parameters": module.num_params for module in spec.modules}
     trainable = {f"{module.name} trainable parameters": module.num_trainable_params for module in spec.modules}
     return {

@@ -103,7 +103,7 @@ class Sharding:
             enabled=uses_fsdp(shape, training, data_encoder=config.data_encoder),
             units_shared=config.data_encoder,
             regathered=config.regathered,
-            param_dtype_bytes=DTYPE_BYTES[training.mixed_precision_param],
+            param_dtype_bytes=DTYPE_BYTES[training.param_dtype],
             reduce_dtype_bytes=DTYPE_BYTES[training.mixed_precision_reduce],
             param_state_bytes=param_state_bytes(config.optimizer),
             frozen_bytes=_MASTER if training.master_weights == "all" else _BFLOAT16,

@@ -303,7 +303,7 @@ def sums_s(network: Network, pipelines: Sequence[Template], per_node: int) -> fl
 
 def layer_bytes(config: Config) -> dict[Layer, float]:
     """Layer -> bytes of its weights and the optimizer's state."""
-    spec = model_spec(config.model, dtype_bytes=DTYPE_BYTES[config.training.mixed_precision_param])
+    spec = model_spec(config.model, dtype_bytes=DTYPE_BYTES[config.training.param_dtype])
     of_optimizer = param_state_bytes(config.optimizer)
     return {
         (module.name, index): _MASTER_BYTES * layer.num_params + of_optimizer * layer.num_trainable_params
@@ -318,7 +318,7 @@ def oobleck_templates(config: Config, costs: SampleCosts, sizes: Sequence[int], 
 
     Args: sizes: nodes of each template. per_node: GPUs of a node.
     """
-    spec = model_spec(config.model, dtype_bytes=DTYPE_BYTES[config.training.mixed_precision_param])
+    spec = model_spec(config.model, dtype_bytes=DTYPE_BYTES[config.training.param_dtype])
     chain = [(module.name, index) for module in spec.modules for index in range(len(module.layers))]
     layer_s = []
     for gpus in range(1, per_node + 1):

@@ -113,7 +113,7 @@ def literal_templates(
     Raises: ConfigError: none fits, or fewer than f + 1 do.
     """
     config = maker.config
-    spec = model_spec(config.model, dtype_bytes=DTYPE_BYTES[config.training.mixed_precision_param])
+    spec = model_spec(config.model, dtype_bytes=DTYPE_BYTES[config.training.param_dtype])
     found: list[tuple[float, LiteralTemplates]] = []
     for degree in divisors(maker.per_node):
         stage = JobLayout.grid(tp=degree)

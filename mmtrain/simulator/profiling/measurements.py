@@ -111,7 +111,7 @@ class _Probe:
         held: Mapping[tuple[int, int], float],
     ) -> None:
         jobs = [probing_job(config, num_blocks=NUM_BLOCKS, cut=cut, folder="unused") for cut in CUTS]
-        dtype_bytes = DTYPE_BYTES[config.training.mixed_precision_param]
+        dtype_bytes = DTYPE_BYTES[config.training.param_dtype]
         self.meta, self._held = meta, held
         self.spec = model_spec(jobs[0].model, dtype_bytes=dtype_bytes)
         self._parts: dict[str, Partition] = {

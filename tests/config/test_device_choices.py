@@ -1,0 +1,38 @@
+"""What "auto" stands for on each kind of device."""
+
+import pytest
+
+from mmtrain.config import config
+from mmtrain.config.device_choices import on_device
+from mmtrain.errors import ConfigError
+
+OPEN = config.load("debug_vlm.toml")
+
+
+def chosen(job):
+    return job.training.mixed_precision_param, job.optimizer.implementation
+
+
+def test_defaults_follow_the_device():
+    assert chosen(OPEN) == ("auto", "auto")
+    assert chosen(on_device(OPEN, "cpu")) == ("float32", "foreach")
+    assert chosen(on_device(OPEN, "cuda")) == ("bfloat16", "fused")
+    assert chosen(on_device(OPEN, "cuda", bfloat16=False)) == ("float32", "fused")
+    assert on_device(OPEN, "cuda").training.master_weights == "all"
+
+
+def test_what_a_user_sets_stays():
+    job = config.load("debug_vlm.toml", ["training.mixed_precision_param=float32", "optimizer.implementation=for-loop"])
+    assert on_device(job, "cuda") is job
+
+
+def test_an_open_choice_counts_as_that_of_a_cpu():
+    assert (OPEN.training.param_dtype, OPEN.optimizer.kernel) == ("float32", "foreach")
+    with pytest.raises(ConfigError, match=r'"auto" computes in float32 on a CPU; set that to "bfloat16"'):
+        config.load("debug_vlm.toml", ["training.master_weights=none"])
+
+
+def test_a_choice_can_be_dumped_and_read(tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text(config.dump(on_device(OPEN, "cuda")))
+    assert config.load(path) == on_device(OPEN, "cuda")
