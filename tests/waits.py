@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -64,6 +65,9 @@ class Watched(TorchDispatchMode):
 
 class _NoNumbers(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (Tensor.__getitem__, Tensor.__setitem__) and args[0].device == META:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            assert not any(isinstance(i, list | np.ndarray) for i in index), "a list of indices is copied to the device"
         made = function(*args, **(kwargs or {}))
         assert function not in _OF_NUMBERS or made.device != META, f"{function} copies numbers to the device"
         return made

@@ -170,6 +170,7 @@ _NOT_LEARNED_FROM = frozenset(
         "data.validation_split",
         "training.attention_backend",
         "training.attention_part_blocks",
+        "training.inputs_ahead_mib",
         "training.enable_cpu_offload",
         "optimizer.implementation",
     }

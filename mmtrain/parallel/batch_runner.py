@@ -119,7 +119,10 @@ class BatchRunner:
             forwards_of(plan.program, mesh.pp_rank),
             most_bytes=self.training.inputs_ahead_bytes if mesh.device.type != "cpu" else 0.0,
         )
-        return runtime.step(feed, loss_grad=loss_grad)
+        try:
+            return runtime.step(feed, loss_grad=loss_grad)
+        finally:
+            feed.close()
 
     @cached_property
     def _uploads(self) -> Uploads:

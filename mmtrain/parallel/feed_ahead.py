@@ -100,6 +100,13 @@ class FeedAhead:
                 self._make()
         return ahead.arguments
 
+    def close(self) -> None:
+        """Drops what waits, of a step that failed; memory that a copy writes to is not used again before its end."""
+        self._coming.clear()
+        while self._waiting:
+            _, ahead = self._waiting.popitem()
+            self._uploads.wait(ahead.started)
+
     def _make(self) -> None:
         forward = self._coming.popleft()
         arguments = self._feed(*forward)

@@ -102,6 +102,16 @@ def test_inputs_are_free_when_their_forward_drops_them(monkeypatch):
     assert all(source() is None for source in sources)
 
 
+def test_a_step_that_fails_leaves_no_copy_under_way():
+    copies = Recorded()
+    uploads = Uploads(CPU, copies)
+    ahead = FeedAhead(Inputs(uploads), uploads, FORWARDS, most_bytes=1e6)
+    ahead(*FORWARDS[0])
+    ahead.close()
+    assert sorted(number for what, number in copies.log if what == "wait") == [0, 1, 2]
+    assert ahead.num_bytes == 0
+
+
 def test_an_order_that_the_program_has_not_is_refused():
     uploads = Uploads(CPU, Recorded())
     ahead = FeedAhead(Inputs(uploads), uploads, FORWARDS, most_bytes=1e6)

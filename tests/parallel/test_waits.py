@@ -7,6 +7,7 @@ covered: FSDP2, NCCL.
 """
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,6 +22,7 @@ from mmtrain.models.attention import varlen
 from mmtrain.models.attention.varlen import LIMITS
 from mmtrain.models.build import build_chunk
 from mmtrain.models.diffusion import ClipNoise
+from mmtrain.models.transfer import to_device, to_host
 from mmtrain.parallel import build
 from mmtrain.parallel.action_clock import ActionClock
 from mmtrain.parallel.build import build_local_model
@@ -30,6 +32,7 @@ from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.parallel.weight_grads import WeightGrads
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.vocabulary import divided_vocabulary
+from tests.guides import ROOT
 from tests.lora import with_lora
 from tests.models.attention.varlen import ANY
 from tests.models.conftest import tiny_model
@@ -208,3 +211,47 @@ class ValuelessNoise(ClipNoise):
 
     def _noise(self, clip, like):
         return torch.empty_like(like)
+
+
+def test_copies_between_host_and_device_are_in_one_place():
+    """Of what a training step runs: the commands are not, nor messages of ranks that share a device."""
+    names = re.compile(r"\.cpu\(\)|\.item\(\)|\.nonzero\(|non_blocking=True|pin_memory=True")
+    folders = ("models", "families", "parallel", "observe", "training")
+    files = [path for folder in folders for path in sorted((ROOT / "mmtrain" / folder).rglob("*.py"))]
+    found = {path.relative_to(ROOT / "mmtrain").as_posix() for path in files if names.search(path.read_text())}
+    assert found == {"models/transfer.py", "parallel/offload.py", "parallel/stage.py"}
+
+
+def test_what_comes_to_the_host_is_what_was_there():
+    losses = {3: torch.tensor(1.5), 1: torch.tensor(2.5, dtype=torch.bfloat16)}
+    others = torch.arange(4).view(2, 2), [torch.rand(3, dtype=torch.float64), torch.empty(0)], None
+    found, (numbers, reals, nothing) = to_host((losses, others))
+    assert found.keys() == losses.keys() and nothing is None
+    for ours, theirs in zip([*found.values(), numbers, *reals], [*losses.values(), others[0], *others[1]], strict=True):
+        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+    assert to_host({}) == {}
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x[x > 0],
+        lambda x: x[[0, 2]],
+        lambda x: x.nonzero(),
+        lambda x: x.cpu(),
+        lambda x: x.copy_(torch.ones(3)),
+        lambda x: torch.ones(3).to(META),
+        lambda x: torch.tensor([1.0], device=META),
+        lambda x: x.new_tensor([1.0]),
+        lambda x: torch.equal(x, x),
+    ],
+)
+def test_waits_are_seen(act):
+    x = torch.empty(3, device=META)
+    with pytest.raises((AssertionError, NotImplementedError, RuntimeError)), no_waits():
+        act(x)
+    with no_waits() as watched:
+        to_device(torch.ones(3), META)
+        x * torch.tensor(2.0)
+    assert watched.copied == 1
