@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmtrain.config import config
+from mmtrain.costs.operators.cluster import on_hardware
 
 if TYPE_CHECKING:
     from mmtrain.config.config import Config
@@ -91,7 +92,8 @@ def _allocate(args: argparse.Namespace) -> int:
         raise ConfigError("allocate: --samples and --workload are two sources of samples; give one of the two")
     if args.cluster and any("planner.hardware" in override for override in args.overrides):
         raise ConfigError("allocate: --cluster sets planner.hardware; give one of the two")
-    job = config.load(args.config, [*args.overrides, *([f'planner.hardware="{args.cluster}"'] if args.cluster else [])])
+    overrides = [*args.overrides, *([f'planner.hardware="{args.cluster}"'] if args.cluster else [])]
+    job = on_hardware(config.load(args.config, overrides))
     if args.nodes is None:
         check_grid(job, "allocate --gpus")
     if args.samples:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mmtrain.commands.simulate_failures import add_options, check_options, print_failures
 from mmtrain.config import config
+from mmtrain.costs.operators.cluster import on_hardware
 
 ITERATIONS, REPLICAS, EVALUATIONS = 40, 2, 100
 """Defaults of --iterations, --replicas and --evaluations."""
@@ -73,7 +74,7 @@ def _simulate(args: argparse.Namespace) -> int:
     if args.cluster and any("planner.hardware" in override for override in args.overrides):
         raise ConfigError("simulate: --cluster sets planner.hardware; give one of the two")
     overrides = [*args.overrides, *([f'planner.hardware="{args.cluster}"'] if args.cluster else [])]
-    job = config.load(args.config, overrides)
+    job = on_hardware(config.load(args.config, overrides))
     if failures:
         print_failures(args, job)
         return 0

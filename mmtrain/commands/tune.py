@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmtrain.config import config
+from mmtrain.costs.operators.cluster import on_hardware
 from mmtrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def _tune(args: argparse.Namespace) -> int:
 
     _check(args)
     overrides = [*args.overrides, f'planner.hardware="{args.cluster}"']
-    job = config.load(args.config, overrides)
+    job = on_hardware(config.load(args.config, overrides))
     check_grid(job, "tune")
     space = _space(args, job)
     steps = _steps(args, job)

@@ -54,7 +54,7 @@ class TrainingConfig:
     """Gradient norm above which gradients are scaled down; 0: never."""
     mixed_precision_param: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype that FSDP2 computes in; master weights stay float32, unless master_weights says otherwise. auto: bfloat16
-    on CUDA where the device has it, else float32, on which commands without a device count, too."""
+    on CUDA where the device has it, else float32; simulate, tune and allocate go by planner.hardware."""
     master_weights: Literal["all", "trained", "none"] = "all"
     """Parameters with float32 masters, in each rank's shards; the others are bfloat16 alone, 2 bytes instead of 4, as
     mixed_precision_param must be. trained: those that train; frozen ones lose only what computing in bfloat16 loses

@@ -4,6 +4,7 @@ import pytest
 
 from mmtrain.config import config
 from mmtrain.config.device_choices import on_device
+from mmtrain.costs.operators.cluster import on_hardware
 from mmtrain.errors import ConfigError
 
 OPEN = config.load("debug_vlm.toml")
@@ -36,3 +37,9 @@ def test_a_choice_can_be_dumped_and_read(tmp_path):
     path = tmp_path / "config.toml"
     path.write_text(config.dump(on_device(OPEN, "cuda")))
     assert config.load(path) == on_device(OPEN, "cuda")
+
+
+@pytest.mark.parametrize(("hardware", "dtype"), [("a800x16", "bfloat16"), ("cpu", "float32"), ("", "auto")])
+def test_a_simulated_job_goes_by_its_hardware(hardware, dtype):
+    job = config.load("debug_vlm.toml", [f"planner.hardware={hardware}"] if hardware else [])
+    assert on_hardware(job).training.mixed_precision_param == dtype
