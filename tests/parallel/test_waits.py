@@ -39,7 +39,7 @@ from tests.models.conftest import tiny_model
 from tests.models.dits import t2v
 from tests.models.towers import two_towers
 from tests.parallel import parity
-from tests.parallel.parity import NO_IMAGE, TEXT_ON_ONE, Case, identify, possible, shallow, with_mask
+from tests.parallel.parity import NO_IMAGE, TEXT_ON_ONE, Case, identify, possible, shallow, short, with_mask
 from tests.parallel.test_deepstack import deepstack
 from tests.reference import in_chunks, make_batch, model_config
 from tests.spec.test_builders import FAMILIES, inputs
@@ -170,7 +170,7 @@ STEPS = [
 
 @pytest.mark.parametrize(("shape", "name"), STEPS)
 def test_a_step_of_a_rank_waits_for_nothing(shape, name, monkeypatch):
-    case = CASES[name] if name == "qwen3_vl" else shallow(CASES[name], 2)
+    case = short(CASES[name] if name == "qwen3_vl" else shallow(CASES[name], 2), 1)
     for rank in range(shape.pp):  # ranks of a submesh do alike
         with rank_of(shape, case, rank * shape.stage_size, monkeypatch) as run:
             for number, delay in enumerate(case.runs):
