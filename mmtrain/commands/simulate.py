@@ -35,7 +35,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "--evaluations", type=int, metavar="N", help="plans that a search tries (default 100; 20 with --failures)"
     )
     parser.add_argument(
-        "--workload", default="", metavar="NAME", help="see docs/workloads.md (default mix, or video_captions)"
+        "--workload", default="", metavar="NAME", help="see docs/simulator.md (default mix, or video_captions)"
     )
     parser.add_argument("--iterations", type=int, metavar="N", help="iterations to simulate (default 40)")
     parser.add_argument("--replicas", type=int, metavar="R", help="data-parallel replicas (default 2)")

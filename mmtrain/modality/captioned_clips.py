@@ -1,6 +1,6 @@
 """Video clips with captions, drawn from a distribution instead of data. Pure and deterministic.
 
-docs/workloads.md lists the published and the assumed moments of the distribution.
+docs/simulator.md lists the published and the assumed moments of the distribution.
 Sources: DIP, arXiv:2504.14145, section 7.1; InternVid, arXiv:2307.06942; MMTrail, arXiv:2407.20962.
 """
 

@@ -129,7 +129,7 @@ def few_clips(config: Config, clips: int | None) -> str:
     return (
         f"the DiT has learned from {clips:,} clips since its random weights, so samples will show little: one square "
         f"(debug_square.toml) takes {FEW_CLIPS:,}, several shapes (debug_t2v.toml) more than 32,000 "
-        "(docs/sampling.md); raise training.steps, or start from published weights (model.dit.pretrained)"
+        "(docs/text_to_video.md); raise training.steps, or start from published weights (model.dit.pretrained)"
     )
 
 

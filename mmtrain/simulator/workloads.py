@@ -1,7 +1,7 @@
 """Metadata of iterations, drawn from distributions instead of data. Pure and deterministic.
 
 A workload draws samples (images and text tokens, or video clips with captions), packs them greedily into
-microbatches, and returns an `IterationMeta` like the loader's. docs/workloads.md lists the published and the assumed
+microbatches, and returns an `IterationMeta` like the loader's. docs/simulator.md lists the published and the assumed
 moments of the distributions.
 
 Sources: DIP, arXiv:2504.14145, sections 2.2, 7.1 and 7.2; OBELICS, arXiv:2306.16527; ScienceQA, arXiv:2209.09513.
