@@ -32,12 +32,12 @@ import torch
 from emulation import EmulatedClock, EmulatedRuntime, HostClock, VirtualClock
 from overheads import measure
 
-from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.config import config as config_module
 from mmtrain.config.config import Config
 from mmtrain.config.sections import CommConfig
 from mmtrain.config.topology import JobLayout
 from mmtrain.costs.overheads import NO_OVERHEADS, Overheads, charged
+from mmtrain.local.ranks import run_on_ranks
 from mmtrain.modality.typical import Bins
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.planner.iteration import IterationPlanner

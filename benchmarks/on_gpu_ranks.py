@@ -25,11 +25,11 @@ from itertools import cycle, islice, pairwise
 import torch
 from one_gpu import SIZES, batches, job
 
-from mmtrain.commands.driven_steps import TimedStep, timed_steps
-from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.config import config as config_module
 from mmtrain.config.config import Config
 from mmtrain.data.noise import noise_batch
+from mmtrain.local.driven_steps import TimedStep, timed_steps
+from mmtrain.local.ranks import run_on_ranks
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.modality.typical import Bins
 from mmtrain.models.batch import Batch

@@ -41,10 +41,10 @@ from tuning_peers import (
     tried_degrees,
 )
 
-from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.config.config import Config
 from mmtrain.config.sections import CommConfig
 from mmtrain.config.topology import JobLayout
+from mmtrain.local.ranks import run_on_ranks
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.plan import JobMethod, make_plan
 from mmtrain.planner.search.search import warm

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from mmtrain.commands.parity import check_parity
 from mmtrain.config import config
 from mmtrain.config.data import TokenizerConfig
 from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.data.toy.charts import make_charts
 from mmtrain.errors import DataError
+from mmtrain.local.parity import check_parity
 from tests.jobs import SHALLOW, die_at, failing, finished, layout, metrics, train, world_size, write_config
 from tests.ranks import run_ranks
 from tests.test_trainer import CURVE_TOLERANCE
@@ -110,7 +110,7 @@ def test_metrics_show_what_was_assigned(tmp_path, charts):
 
 def drawn(rank, path, overrides, steps):
     """The batches of a job of one rank, and their metadata."""
-    from mmtrain.commands.driven_steps import gradients
+    from mmtrain.local.driven_steps import gradients
     from mmtrain.training.trainer import Trainer
 
     items = gradients(Trainer(config.load(path, overrides)), torch.device("cpu"), steps)

@@ -206,7 +206,7 @@ def test_a_batch_that_fits_nowhere_ends_all_replicas(tmp_path, charts, planner):
 def planned_gradients(rank, path, overrides):
     import torch
 
-    from mmtrain.commands.driven_steps import gradients
+    from mmtrain.local.driven_steps import gradients
     from mmtrain.training.trainer import Trainer
 
     steps = gradients(Trainer(config.load(path, overrides)), torch.device("cpu"), 2)

@@ -119,7 +119,7 @@ def _of_model(source: str) -> tuple[str, Table]:
 
     Raises: ConfigError: of a family that does not answer.
     """
-    from mmtrain.commands.answering import whole_table
+    from mmtrain.inference.answering import whole_table
 
     path = find_file("MODEL", source, "config.json")
     assert path is not None

@@ -69,8 +69,8 @@ def _sample(args: argparse.Namespace) -> int:
     import torch
     from tqdm import tqdm
 
-    from mmtrain.commands.sampling import Wanted, sample
     from mmtrain.data.toy.easy_judge import PROMPTS
+    from mmtrain.inference.sampling import Wanted, sample
 
     wanted = Wanted(
         prompts=tuple(args.prompt) or (PROMPTS if args.judge else ()),

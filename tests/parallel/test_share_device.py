@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmtrain.commands.profiler import profile_job
 from mmtrain.config.sections import CommConfig
 from mmtrain.data.noise import noise_batch
 from mmtrain.errors import ConfigError
+from mmtrain.local.profiler import profile_job
 from mmtrain.modality.typical import Bins
 from mmtrain.parallel.mesh import backend_of, pick_device
 from mmtrain.simulator.workloads import draw
@@ -38,7 +38,7 @@ def test_nccl_carries_what_is_not_shared() -> None:
 
 def losses(rank: int, folder: Path, share: bool) -> tuple[bool, list[float]]:
     """Of two steps on noise."""
-    from mmtrain.commands.driven_steps import timed_steps
+    from mmtrain.local.driven_steps import timed_steps
     from mmtrain.training.trainer import Trainer
 
     options = [*layout(pp=2), f"comm.share_device={str(share).lower()}"]

@@ -5,8 +5,8 @@ from pathlib import Path
 from torch import Tensor
 
 from mmtrain.checkpoint.run_folder import StoredRun, load_module
-from mmtrain.commands.adapter_folders import ExportForm, plain
 from mmtrain.config.model import EncoderConfig, LanguageConfig, section_of
+from mmtrain.export.adapter_folders import ExportForm, plain
 from mmtrain.families.catalogue import NETWORKS
 from mmtrain.models.chunk import LanguageChunk, VisionChunk
 from mmtrain.models.whole import spelled

@@ -15,14 +15,14 @@ from PIL import Image, ImageSequence
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
-from mmtrain.commands.adapter_folders import ExportForm
 from mmtrain.commands.cli import main
-from mmtrain.commands.export import export
-from mmtrain.commands.sampling import Sampled, Wanted, default_bucket, sample, to_pixels
 from mmtrain.config.data import DataConfig, DiffusionConfig
 from mmtrain.config.model import ModelConfig
 from mmtrain.data.toy.shapes import shape_clips
 from mmtrain.errors import ConfigError, MMTrainError
+from mmtrain.export.adapter_folders import ExportForm
+from mmtrain.export.folder import export
+from mmtrain.inference.sampling import Sampled, Wanted, default_bucket, sample, to_pixels
 from mmtrain.modality.buckets import video_geometry
 from tests.jobs import layout, train, write_video_config
 from tests.lora import with_lora

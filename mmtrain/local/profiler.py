@@ -27,14 +27,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mmtrain.commands.driven_steps import TimedStep, timed_steps
-from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.config.config import Config
 from mmtrain.config.topology import JobLayout
 from mmtrain.costs.cost_model import HostCopy
 from mmtrain.costs.profile.profile import Profile
 from mmtrain.data.noise import noise_batch
 from mmtrain.errors import ConfigError
+from mmtrain.local.driven_steps import TimedStep, timed_steps
+from mmtrain.local.ranks import run_on_ranks
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.modality.probes import probing_iteration, work_curve
 from mmtrain.observe.machine_speed import WatchedClock

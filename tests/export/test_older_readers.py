@@ -5,7 +5,7 @@ import json
 import pytest
 import transformers
 
-from mmtrain.commands.older_readers import add_older_keys
+from mmtrain.export.older_readers import add_older_keys
 
 TEXT = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 96}
 LLAMA3 = {

@@ -8,13 +8,13 @@ from safetensors.torch import load_file
 from transformers import CLIPVisionModel, LlamaForCausalLM, SiglipVisionModel
 from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 
-from mmtrain.commands.adapter_folders import ExportForm
-from mmtrain.commands.export import export
+from mmtrain.export.adapter_folders import ExportForm
+from mmtrain.export.folder import export
 from mmtrain.models.initialise import init_weights
 from mmtrain.models.pretrained import load_pretrained
 from mmtrain.models.projector import make_projector
 from mmtrain.spec.builders import model_spec
-from tests.commands.test_export import adapted, close, features_of, images
+from tests.export.test_folder import adapted, close, features_of, images
 from tests.llava import job_model, save_llava
 from tests.lora import with_lora
 from tests.reference import model_config

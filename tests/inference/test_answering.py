@@ -7,11 +7,11 @@ import json
 import pytest
 from PIL import Image
 
-from mmtrain.commands.answering import Answerer, Sampling
 from mmtrain.config import config
 from mmtrain.config.data import TokenizerConfig
 from mmtrain.data.questions import Decoding
 from mmtrain.data.tokenizer import load_tokenizer
+from mmtrain.inference.answering import Answerer, Sampling
 from tests.jobs import layout, metrics, train, world_size, write_config
 from tests.ranks import run_ranks
 from tests.whole_models import TEXT, VISION, whole_model

@@ -96,7 +96,7 @@ def test_what_the_hub_refuses_leaves_the_folder(tmp_path, hub, capsys):
 )
 def test_what_cannot_succeed_is_refused_before_the_export(tmp_path, hub, monkeypatch, capsys, name, token, message):
     monkeypatch.setenv("HF_TOKEN", token)
-    monkeypatch.setattr("mmtrain.commands.push.get_token", lambda: token or None)
+    monkeypatch.setattr("mmtrain.export.push.get_token", lambda: token or None)
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--push", name]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

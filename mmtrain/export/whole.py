@@ -22,7 +22,6 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from mmtrain.checkpoint.run_folder import StoredRun, load_module
-from mmtrain.commands.adapter_folders import ExportForm, plain
 from mmtrain.config.config import Config
 from mmtrain.config.model import EncoderConfig, LanguageConfig, placeholder, projector_section, section_of
 from mmtrain.data.media_readers import image_rules, make_readers
@@ -30,6 +29,7 @@ from mmtrain.data.pixels import PixelRules
 from mmtrain.data.processor import Processor
 from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.errors import ConfigError
+from mmtrain.export.adapter_folders import ExportForm, plain
 from mmtrain.families.catalogue import COMPOSITES, ENCODERS
 from mmtrain.modality.geometry import ImageGeometry
 from mmtrain.modality.sounds import SoundRules, sound_rules

@@ -23,10 +23,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mmtrain.checkpoint.run_folder import Step, StoredRun, Weights, load_module, open_run
-from mmtrain.commands.adapter_folders import ExportForm, plain
-from mmtrain.commands.export_towers import export_tower
-from mmtrain.commands.export_whole import caption_tokenizer, end_as_trained, export_whole
-from mmtrain.commands.older_readers import add_older_keys
 from mmtrain.config.config import Config
 from mmtrain.config.model import (
     EncoderConfig,
@@ -39,6 +35,10 @@ from mmtrain.config.model import (
 from mmtrain.data.chat_templates import answer_ending
 from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.errors import ConfigError
+from mmtrain.export.adapter_folders import ExportForm, plain
+from mmtrain.export.older_readers import add_older_keys
+from mmtrain.export.towers import export_tower
+from mmtrain.export.whole import caption_tokenizer, end_as_trained, export_whole
 from mmtrain.families.catalogue import COMPOSITES, PROJECTORS
 from mmtrain.launch.whole_files import new_folder
 from mmtrain.modality.buckets import latent_channels

@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, TextStreamer
 
 from mmtrain.checkpoint.run_folder import Step, StoredRun, Weights, load_module, open_run
-from mmtrain.commands.export_whole import assembled
 from mmtrain.config.config import Config
 from mmtrain.config.data import DataConfig
 from mmtrain.config.toml_sections import build
@@ -29,6 +28,7 @@ from mmtrain.data.record_parts import placeholder
 from mmtrain.data.sources import RecordKind, open_source
 from mmtrain.data.tokenizer import read_tokenizer
 from mmtrain.errors import ConfigError, DataError, MMTrainError, for_terminal, one_line
+from mmtrain.export.whole import assembled
 from mmtrain.families.catalogue import COMPOSITES
 from mmtrain.modality.metadata import MicrobatchMeta
 from mmtrain.models.reference import ReferenceModel

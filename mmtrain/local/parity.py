@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mmtrain.commands import driven_steps
-from mmtrain.commands.local_ranks import RankDiedError, run_on_ranks
 from mmtrain.config.config import Config
 from mmtrain.config.data import DataConfig
 from mmtrain.config.model import DitConfig
 from mmtrain.data.noise import noise_batch
 from mmtrain.data.tokenizer import job_tokenizer
+from mmtrain.local import driven_steps
+from mmtrain.local.ranks import RankDiedError, run_on_ranks
 from mmtrain.modality.buckets import latent_channels, video_geometry
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.modality.probes import mixed_iteration

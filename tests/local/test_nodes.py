@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mmtrain.commands.local_nodes import NodeJob, own_devices, run_on_nodes
-from mmtrain.commands.local_ranks import RankDiedError, Stopped
 from mmtrain.errors import ConfigError
+from mmtrain.local.nodes import NodeJob, own_devices, run_on_nodes
+from mmtrain.local.ranks import RankDiedError, Stopped
 from tests import light_nodes
 from tests.light_nodes import running_nodes
 

@@ -14,11 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from mmtrain.checkpoint.run_folder import open_run
-from mmtrain.commands import answering
-from mmtrain.commands.adapter_folders import ExportForm
-from mmtrain.commands.answering import Answerer, Sampling, asked, questions
 from mmtrain.commands.cli import main
-from mmtrain.commands.export import export
 from mmtrain.config.config import TokenizerConfig
 from mmtrain.config.data import DataConfig
 from mmtrain.config.model import ModelConfig
@@ -26,12 +22,16 @@ from mmtrain.data.media import RawVideo
 from mmtrain.data.questions import text_of
 from mmtrain.data.tokenizer import SHIPPED, load_tokenizer
 from mmtrain.errors import ConfigError, DataError
+from mmtrain.export.adapter_folders import ExportForm
+from mmtrain.export.folder import export
+from mmtrain.inference import answering
+from mmtrain.inference.answering import Answerer, Sampling, asked, questions
 from mmtrain.models.fused_qkv import is_fused, to_head_major
 from mmtrain.models.whole import in_class
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.hub_files import PROCESSOR_FILES
 from tests import llava, whole_models
-from tests.commands.test_export import adapted, close
+from tests.export.test_folder import adapted, close
 from tests.lora import with_lora
 from tests.reference import model_config
 from tests.stored_runs import save_run

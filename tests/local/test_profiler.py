@@ -149,7 +149,7 @@ def look_at_samples(rank):
 
     import torch
 
-    from mmtrain.commands import profiler
+    from mmtrain.local import profiler
     from mmtrain.observe.machine_speed import WatchedClock
     from mmtrain.simulator.profiling.probing import CUTS, probing_job
 
@@ -216,7 +216,7 @@ def test_a_text_to_video_job_is_measured_and_planned_with(tmp_path: Path, capsys
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(tmp_path: Path, capsys, monkeypatch, options, message):
-    from mmtrain.commands import profiler
+    from mmtrain.local import profiler
 
     def started(*_, **__):
         raise AssertionError("something was measured")

@@ -21,7 +21,14 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
-from mmtrain.commands.local_ranks import (
+from mmtrain.errors import MMTrainError, RankLostError
+from mmtrain.launch.board import FolderBoard
+from mmtrain.launch.hub import Hub, HubPipes, PipeSource
+from mmtrain.launch.launched import whole_number
+from mmtrain.launch.member import Member
+from mmtrain.launch.membership import Node
+from mmtrain.launch.processes import LOOPBACK, STOPS, end_with_parent, environment, stops_held, take_stops
+from mmtrain.local.ranks import (
     RankDiedError,
     Stopped,
     finish,
@@ -30,13 +37,6 @@ from mmtrain.commands.local_ranks import (
     send,
     value_of,
 )
-from mmtrain.errors import MMTrainError, RankLostError
-from mmtrain.launch.board import FolderBoard
-from mmtrain.launch.hub import Hub, HubPipes, PipeSource
-from mmtrain.launch.launched import whole_number
-from mmtrain.launch.member import Member
-from mmtrain.launch.membership import Node
-from mmtrain.launch.processes import LOOPBACK, STOPS, end_with_parent, environment, stops_held, take_stops
 
 logger = logging.getLogger("mmtrain")
 

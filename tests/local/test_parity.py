@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mmtrain.commands import parity
 from mmtrain.commands.cli import main
-from mmtrain.commands.parity import ParameterError, Parity, StepParity, report, synthetic_data
 from mmtrain.config import config
 from mmtrain.data.noise import noise_batch
+from mmtrain.local import parity
+from mmtrain.local.parity import ParameterError, Parity, StepParity, report, synthetic_data
 from mmtrain.modality.probes import mixed_iteration
 from mmtrain.models.batch import check_batch
 from mmtrain.planner.batching import check_conservation, make_batching

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaModel, Qwen2Config
 
-from mmtrain.commands.adapter_folders import ExportForm
-from mmtrain.commands.export import export
 from mmtrain.config.data import DiffusionConfig
 from mmtrain.config.model import LanguageConfig, ModelConfig
+from mmtrain.export.adapter_folders import ExportForm
+from mmtrain.export.folder import export
 from mmtrain.models.attention.context import attention_context
 from mmtrain.models.chunk import Chunk
 from mmtrain.models.pretrained import load_pretrained
@@ -162,7 +162,7 @@ def test_the_scheduler_is_that_of_the_training(
 
 
 def test_large_weights_are_cut_into_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmtrain.commands.export.MAX_SHARD_SIZE", "40KB")
+    monkeypatch.setattr("mmtrain.export.folder.MAX_SHARD_SIZE", "40KB")
     saved = save_run(tmp_path / "run", t2v())
     export(tmp_path / "run", tmp_path / "out")
     for folder, stem in (("language", "model"), ("dit", "diffusion_pytorch_model")):

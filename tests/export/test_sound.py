@@ -7,14 +7,14 @@ import pytest
 import torch
 import transformers
 
-from mmtrain.commands.adapter_folders import ExportForm
-from mmtrain.commands.answering import Answerer, Sampling, asked
-from mmtrain.commands.export import export
 from mmtrain.config.config import TokenizerConfig
+from mmtrain.export.adapter_folders import ExportForm
+from mmtrain.export.folder import export
+from mmtrain.inference.answering import Answerer, Sampling, asked
 from mmtrain.models.reference import ReferenceModel
 from mmtrain.spec.builders import model_spec
-from tests.commands.test_export import adapted, close
 from tests.data.sound_files import wav
+from tests.export.test_folder import adapted, close
 from tests.models.test_chunk import assert_equal_gradients
 from tests.sounds import (
     RATE,

@@ -14,10 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mmtrain.checkpoint.checkpoint import Checkpointer
 from mmtrain.checkpoint.run_folder import load_module, open_run
-from mmtrain.commands.adapter_folders import ExportForm
 from mmtrain.commands.cli import main
-from mmtrain.commands.driven_steps import timed_steps
-from mmtrain.commands.export import export
 from mmtrain.config import config
 from mmtrain.config.config import Config
 from mmtrain.config.data import DataConfig
@@ -26,6 +23,9 @@ from mmtrain.config.optimizer import LRSchedulerConfig
 from mmtrain.config.sections import CheckpointConfig, JobConfig, ParallelismConfig, TrainingConfig
 from mmtrain.data.noise import noise_batch
 from mmtrain.errors import CheckpointError, ConfigError
+from mmtrain.export.adapter_folders import ExportForm
+from mmtrain.export.folder import export
+from mmtrain.local.driven_steps import timed_steps
 from mmtrain.modality.bitfield import language_bits
 from mmtrain.modality.metadata import DocumentMeta, MicrobatchMeta
 from mmtrain.modality.probes import mixed_iteration
@@ -477,7 +477,7 @@ def test_what_cannot_be_exported_is_one_line(tmp_path, capsys):
 
 
 def test_large_weights_are_cut_into_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("mmtrain.commands.export.MAX_SHARD_SIZE", "40KB")
+    monkeypatch.setattr("mmtrain.export.folder.MAX_SHARD_SIZE", "40KB")
     chunks = save_run(tmp_path / "run", model_config(None))
     export(tmp_path / "run", tmp_path / "out")
     index = json.loads((tmp_path / "out/language/model.safetensors.index.json").read_text())["weight_map"]

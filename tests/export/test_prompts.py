@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import transformers
 
-from mmtrain.commands.answering import Answerer, asked
-from mmtrain.commands.export import export
 from mmtrain.config import config as config_module
 from mmtrain.config.config import Config
 from mmtrain.data.conversations import make_processor
 from mmtrain.data.questions import Decoding, question_before
+from mmtrain.export.folder import export
+from mmtrain.inference.answering import Answerer, asked
 from tests.commands.test_generate import speaking
 from tests.data.prompts import FAMILIES, TEMPLATES, job, processor_of, save_folder, write_media
 from tests.data.test_prompts import ANSWER, KINDS, SECOND, TEXT, messages_of, read, theirs

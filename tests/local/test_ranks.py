@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mmtrain.commands import local_ranks
-from mmtrain.commands.local_ranks import RankDiedError, run_on_ranks
 from mmtrain.config.sections import CommConfig
 from mmtrain.errors import DataError
+from mmtrain.local import ranks as local_ranks
+from mmtrain.local.ranks import RankDiedError, run_on_ranks
 from mmtrain.parallel.torch_private import set_timeout
 from tests import light_ranks
 from tests.ranks import run_ranks, warm_ranks
