@@ -198,7 +198,7 @@ def compare(name: str, folder: Path, pp: int, evaluations: int) -> dict[str, flo
     found["search"] = seconds[result.best]
     found["replicated"] = replicated_s(typical, weights["aware"], pp)
     if evaluations:
-        keys = ["planner.enable=true", f"planner.budget_evaluations={evaluations}"]
+        keys = ["planner.enable=true", f"planner.search.budget_evaluations={evaluations}"]
         planned = iterations(job(name, folder, pp=pp, overrides=keys), spec)
         found["spread, planned"] = planned.seconds(spread)
     return found

@@ -156,8 +156,8 @@ class Setup:
         keys = [
             "planner.enable=true",
             "planner.memory_limit=92%",
-            f"planner.budget_evaluations={self.evaluations}",
-            "planner.budget_s=0",
+            f"planner.search.budget_evaluations={self.evaluations}",
+            "planner.search.budget_s=0",
         ]
         return IterationPlanner(make_job(self.job(*keys)))
 
@@ -179,9 +179,9 @@ class Setup:
         keys = [
             "planner.enable=false",
             "planner.placement=parallel",
-            "planner.sub_microbatch=false",
+            "planner.search.sub_microbatch=false",
             "parallelism.pipeline_parallel_schedule=1F1B",
-            f"planner.eager_forwards={eager}",
+            f"planner.search.eager_forwards={eager}",
         ]
         for section, count in zip(("encoder", "language"), ranks, strict=True):
             keys += [f"model.{section}.num_segments=1", f"model.{section}.ranks={count}"]

@@ -82,7 +82,7 @@ def job(*more: str, folder: str = "", microbatches: int = 6) -> Config:
             "--training.seq_len=512",
             f"--training.global_batch_size={microbatches}",
             "--planner.enable=true",
-            "--planner.budget_evaluations=400",
+            "--planner.search.budget_evaluations=400",
             f'--job.dump_folder="{folder}"',
             "--validation.enable=false",
             "--checkpoint.enable=false",
@@ -197,8 +197,8 @@ def accuracy(folder: str) -> None:
         meta = batch_of(free, number)
         limit = rng.uniform(0.35, 1.0) * peak_bytes(free, meta)
         more = (
-            f"--planner.activation_memory_gib={limit / GIB}",
-            f"--planner.memory_strategies={rng.choice(STRATEGIES)!r}",
+            f"--planner.search.activation_memory_gib={limit / GIB}",
+            f"--planner.search.memory_strategies={rng.choice(STRATEGIES)!r}",
             f"--training.global_batch_size={len(meta.microbatches)}",
         )
         cases.append((job(*more, folder=f"{folder}/a"), meta))
@@ -253,11 +253,11 @@ def iteration_time(folder: str, rounds: int, profile: str) -> None:
     peak = max(peak_bytes(free, meta) for meta in metas)
     cases = {"keep, no limit": free}
     for share in SHARES:
-        limit = f"--planner.activation_memory_gib={share * peak / GIB}"
+        limit = f"--planner.search.activation_memory_gib={share * peak / GIB}"
         for name, more in {
             "full recompute": '--activation_checkpoint.mode="full"',
             "static selective": '--activation_checkpoint.mode="selective"',
-            "planned": '--planner.memory_strategies=["keep", "selective", "recompute"]',
+            "planned": '--planner.search.memory_strategies=["keep", "selective", "recompute"]',
         }.items():
             config = job(given, limit, more, folder=f"{folder}/t")
             planner = IterationPlanner(make_job(config))

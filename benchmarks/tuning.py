@@ -218,7 +218,7 @@ def _planned(job: Config, setup: Setup) -> tuple[PlanningProblem, Plan]:
     planner = IterationPlanner(make_job(job))
     meta = divided(setup.steps(job)[0], job.parallelism.layout.dp)[0]
     problem = planner.problem(meta, searched=True)[1]
-    section = replace(planner.job.section, budget_evaluations=setup.evaluations)
+    section = planner.job.section.with_search(budget_evaluations=setup.evaluations)
     return problem, make_plan(problem, JobMethod.searching(planner.job.schedule, section, seed=search_seed(0, 0))).plan
 
 

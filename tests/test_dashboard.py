@@ -19,7 +19,7 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.ranks
 
 EXTRA = [
-    *layout(pp=2), "planner.enable=true", "planner.budget_evaluations=50", "planner.threads=1",
+    *layout(pp=2), "planner.enable=true", "planner.search.budget_evaluations=50", "planner.search.threads=1",
     "metrics.timeline_freq=2", "metrics.trace_freq=3", "metrics.enable_tensorboard=true",
     "validation.enable=true", "validation.steps=1", "validation.freq=3", "checkpoint.enable=true",
     "checkpoint.interval=3",

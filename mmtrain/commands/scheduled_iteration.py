@@ -44,7 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--braid",
         action="store_true",
         help="chain, problem: a forward and a backward of each plan run as one block where that shortens it (a config: "
-        "--planner.braid=true)",
+        "--planner.search.braid=true)",
     )
     group.add_argument(
         "--costs",
@@ -85,7 +85,7 @@ def check_options(args: argparse.Namespace, verb: str) -> None:
             raise ConfigError(f"{where}: {key} {chain[key]}; it is at least 1")
     if args.exchange is not None and not 0 <= args.exchange <= 1e9:
         raise ConfigError(f"{where}: --exchange {args.exchange}; it is between 0 and 1e9 seconds")
-    for option, key in (("separate_gradients", "parallelism.separate_gradients"), ("braid", "planner.braid")):
+    for option, key in (("separate_gradients", "parallelism.separate_gradients"), ("braid", "planner.search.braid")):
         if args.config and getattr(args, option):
             raise ConfigError(
                 f"{where}: --{option.replace('_', '-')} is for a chain or a problem; with --config write it as "
@@ -129,7 +129,8 @@ class Search:
         """The [planner] section of a job that searches. Args: given: of the job."""
         from mmtrain.config.planner import PlannerConfig
 
-        return replace(given or PlannerConfig(), enable=True, budget_evaluations=self.evaluations, budget_s=0.0)
+        section = replace(given or PlannerConfig(), enable=True)
+        return section.with_search(budget_evaluations=self.evaluations, budget_s=0.0)
 
 
 class Planner(Protocol):
@@ -165,7 +166,7 @@ def planner_of(args: argparse.Namespace) -> Planner:
             exchange_s=args.exchange,
             **costs,
         )
-        section = replace(search.section(), braid=args.braid) if search else None
+        section = search.section().with_search(braid=args.braid) if search else None
         return _plan(schedule, problem, None, search, section)
 
     return plan

@@ -52,7 +52,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "--evaluations",
         type=int,
         metavar="N",
-        help=f"plans that its searches try (default: planner.budget_evaluations, at most {EVALUATIONS})",
+        help=f"plans that its searches try (default: planner.search.budget_evaluations, at most {EVALUATIONS})",
     )
     parser.add_argument(
         "--samples", type=Path, metavar="FILE", help="of `mmtrain profile --samples` (default: a drawn workload)"
@@ -82,7 +82,7 @@ def _tune(args: argparse.Namespace) -> int:
     steps = _steps(args, job)
     effort = Effort(
         num_steps=args.iterations,
-        evaluations=args.evaluations or min(EVALUATIONS, job.planner.budget_evaluations or EVALUATIONS),
+        evaluations=args.evaluations or min(EVALUATIONS, job.planner.search.budget_evaluations or EVALUATIONS),
     )
     warm()
     with tempfile.TemporaryDirectory() as folder, _progress() as progress:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from mmtrain.config.moved_keys import new_name
 from mmtrain.errors import ConfigError, UnknownKeyError
 
 HUGGING_FACE, LLAMA_FACTORY, SWIFT = "Hugging Face Trainer", "LLaMA-Factory", "ms-swift"
@@ -79,7 +80,9 @@ FOREIGN: dict[str, Ours] = {
     "tf32": Ours(_TRAINER, ("training.mixed_precision_param",), '"bfloat16" or "float32" alone'),
     "activation_checkpointing": Ours((HUGGING_FACE, AUTOMODEL), ("activation_checkpoint.mode",), '"full"'),
     "vit_gradient_checkpointing": Ours((SWIFT,), ("activation_checkpoint.mode",), "of all modules"),
-    "gradient_checkpointing": Ours(_TRAINER, ("activation_checkpoint.mode",), '"full"; or let planner.memory choose'),
+    "gradient_checkpointing": Ours(
+        _TRAINER, ("activation_checkpoint.mode",), '"full"; or let planner.search.memory choose'
+    ),
     "disable_gradient_checkpointing": Ours((LLAMA_FACTORY,), ("activation_checkpoint.mode",), '"none"'),
     "flash_attn": Ours((LLAMA_FACTORY,), ("training.attention_backend",)),
     "attn_impl": Ours((SWIFT,), ("training.attention_backend",)),
@@ -264,12 +267,12 @@ FOREIGN: dict[str, Ours] = {
 def explained(where: str) -> Iterator[None]:
     """Reads a table of TOML. Args: where: the file, for errors.
 
-    Raises: ConfigError: of a key of another trainer with ours; of tables that are too deep.
+    Raises: ConfigError: of a key of another trainer, or of an older version, with ours; of tables that are too deep.
     """
     try:
         yield
     except UnknownKeyError as error:
-        if hint := ours(error.key):
+        if hint := f"it is {new} now" if (new := new_name(error.key)) else ours(error.key):
             raise ConfigError(f"{str(error).rpartition('; ')[0]}; {hint}") from None
         raise
     except RecursionError:

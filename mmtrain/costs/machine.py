@@ -55,7 +55,7 @@ class Machine:
             pipelines of unequal depth have a stage on several nodes.
         """
         section = config.planner
-        costs = f"FLOPs over planner.flops_per_s = {section.flops_per_s:.3g}"
+        costs = f"FLOPs over planner.device.flops_per_s = {section.device.flops_per_s:.3g}"
         if section.hardware:
             costs = "operators on the hardware's profile"
         if section.profile:

@@ -104,7 +104,7 @@ class OperatorCosts:
             {name: Latencies(cluster.hardware, dtype_bytes=dtype_bytes, rule=rule) for name in divisions},
             p2p_between_stages(cluster, shape),
             host_copy_of(cluster),
-            Noise.uniform(config.planner.noise),
+            Noise.uniform(config.planner.search.noise),
             hides=config.parallelism.fsdp_reshard_after_forward == "step",
         )
 
@@ -146,7 +146,7 @@ class OperatorCosts:
 
     @property
     def noise(self) -> Noise:
-        """planner.noise, of each action on its own."""
+        """planner.search.noise, of each action on its own."""
         return self._noise
 
     @property

@@ -34,7 +34,7 @@ _FAR_OFF: dict[str, tuple[Callable[[float], bool], str]] = {
         lambda ratio: not 0.5 <= ratio <= 2,
         "Costs are not of this machine and its load, so plans do not suit it: run mmtrain profile.",
     ),
-    "plan_gap": (lambda gap: gap > 0.1, "The search may find better plans: raise planner.budget_evaluations."),
+    "plan_gap": (lambda gap: gap > 0.1, "The search may find better plans: raise planner.search.budget_evaluations."),
 }
 """Key in the metrics -> whether its number is far off, and what to do about it."""
 _MOST_LOST = 0.1
@@ -166,7 +166,8 @@ def _fallbacks(run: Run) -> list[Number]:
     total, advice = sum(known.values()), ""
     if total > _MOST_LOST * run.last_step:
         advice = (
-            "Searches end too late: lower planner.budget_evaluations, or raise planner.threads or planner.patience_s."
+            "Searches end too late: lower planner.search.budget_evaluations, or raise planner.search.threads or "
+            "planner.search.patience_s."
             if 2 * known.get("late", 0) > total
             else "Searches fail: the log says why."
         )
@@ -198,7 +199,7 @@ def _waits(run: Run) -> list[Number]:
     if lost > _MOST_LOST:
         advice = {
             "data": "Steps wait for data: raise data.num_workers or data.prefetch.",
-            "plans": "Steps wait for plans: lower planner.budget_evaluations, or raise planner.threads.",
+            "plans": "Steps wait for plans: lower planner.search.budget_evaluations, or raise planner.search.threads.",
         }[max(parts)[1]]
     return [Number(label="time lost to waits", value=f"{lost:.1%}", note=parts_text, advice=advice)]
 

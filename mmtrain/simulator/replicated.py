@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 
-from mmtrain.config.config import Config
+from mmtrain.config.config import Config, value_of
 from mmtrain.costs.cost_model import CostModel
 from mmtrain.errors import ConfigError
 from mmtrain.planner.batching import SubMicrobatch
@@ -31,16 +31,16 @@ def replicated_choice(config: Config, spec: ModelSpec, costs: CostModel, sub_mic
 
     Raises: ConfigError: a V-shaped schedule, a memory limit, or fewer layers of the language model than chunks.
     """
-    schedule, section = job_schedule(config), config.planner
+    schedule = job_schedule(config)
     what = 'planner.placement = "replicated"'
     if schedule.placement == "v":
         raise ConfigError(
             f'{what} with parallelism.pipeline_parallel_schedule = "{schedule.name}", which goes down all pipeline '
             "ranks and back up; choose another schedule"
         )
-    for key in ("memory_limit", "activation_memory_gib"):
-        if getattr(section, key):
-            raise ConfigError(f"planner.{key} = {getattr(section, key)!r} with {what}, which keeps no limit; remove it")
+    for key in ("planner.memory_limit", "planner.search.activation_memory_gib"):
+        if limit := value_of(config, key):
+            raise ConfigError(f"{key} = {limit!r} with {what}, which keeps no limit; remove it")
     passes = config.model.cut_modules[spec.text.name].num_segments or schedule.least_passes
     weights = placing_weights(config, spec, costs, sub_microbatch)
     parts = replicated_partition(spec, config.parallelism.pipeline_parallel_degree, passes, weights)

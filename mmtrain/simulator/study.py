@@ -196,9 +196,9 @@ def with_schedule(config: Config, schedule: str, evaluations: int = 1) -> tuple[
     if schedule == PLANNED:
         return _with_search(config, evaluations)
     keeps_limits = schedule_of(schedule, config.parallelism.layout.pp).keeps_memory_limits
-    if planner.activation_memory_gib and not keeps_limits:
-        planner = replace(planner, activation_memory_gib=0.0)
-        notes = (f"{schedule} bounds activations by its own rule; planner.activation_memory_gib is left out",)
+    if planner.search.activation_memory_gib and not keeps_limits:
+        planner = planner.with_search(activation_memory_gib=0.0)
+        notes = (f"{schedule} bounds activations by its own rule; planner.search.activation_memory_gib is left out",)
     if planner.memory_limit and not keeps_limits:
         planner = replace(planner, memory_limit="")
         notes = (f"{schedule} bounds memory by its own rule; planner.memory_limit is left out",)
@@ -215,9 +215,9 @@ def _with_search(config: Config, evaluations: int) -> tuple[Config, tuple[str, .
             f'simulate: schedule "{PLANNED}" with planner.placement = "replicated": the baseline has the order of a '
             "named schedule; name one"
         )
-    planner = replace(config.planner, enable=True, budget_evaluations=evaluations, budget_s=0.0)
+    planner = replace(config.planner, enable=True).with_search(budget_evaluations=evaluations, budget_s=0.0)
     notes = [f"{PLANNED}: the planner tries {evaluations} plans for each iteration (--evaluations)"]
-    if planner.hardware and not planner.memory_limit and not planner.activation_memory_gib:
+    if planner.hardware and not planner.memory_limit and not planner.search.activation_memory_gib:
         planner = replace(planner, memory_limit=PLANNED_LIMIT)
         notes.append(
             f'{PLANNED}: planner.memory_limit = "{PLANNED_LIMIT}", as the job sets none; without a limit a searched '
@@ -308,8 +308,8 @@ def _notes(question: Question, machine: Machine) -> list[str]:
         )
     if machine.peak_flops is None:
         notes.append(
-            f"no --cluster and no planner.hardware: links take planner.p2p_latency_s and p2p_bytes_per_s = "
-            f"{config.planner.p2p_bytes_per_s:.3g}; MFU and the device's memory are unknown"
+            f"no --cluster and no planner.hardware: links take planner.device.p2p_latency_s and p2p_bytes_per_s = "
+            f"{config.planner.device.p2p_bytes_per_s:.3g}; MFU and the device's memory are unknown"
         )
     if _limit_is_unknown(config):
         notes.append(

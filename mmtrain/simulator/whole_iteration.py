@@ -319,7 +319,7 @@ class IterationSimulator:
         if peak is not None and min(parts.values()) < -1e-9 * kept_s:
             raise ConfigError(
                 f"simulate: layers take less time than their FLOPs at the peak of {peak:.3g} FLOP/s a device; raise "
-                "metrics.peak_flops, or lower planner.flops_per_s"
+                "metrics.peak_flops, or lower planner.device.flops_per_s"
             )
         parts[Part.TRANSFERS,] = problem.graph.num_ranks * (
             timeline.makespan_s - makespan_without_transfers_s(problem, plan)

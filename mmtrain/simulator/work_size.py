@@ -34,7 +34,7 @@ def sub_microbatch_size(config: Config, spec: ModelSpec, costs: CostModel) -> Su
 
     Source: DIP, arXiv:2504.14145, section 4.
     """
-    if spec.counted is None or not config.planner.sub_microbatch:
+    if spec.counted is None or not config.planner.search.sub_microbatch:
         return 0
     if config.model.reads_pairs:
         captions = config.model.language.sub_microbatch_size

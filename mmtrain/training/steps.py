@@ -327,7 +327,7 @@ class Steps:
         ahead = self.placement.ahead
         assert ahead is not None
         with errors_on_all(self.mesh.replicas_group):
-            return ahead.take(pending, self.config.planner.patience_s)
+            return ahead.take(pending, self.config.planner.search.patience_s)
 
     def _resume_costs(self) -> None:
         """Goes on with the costs that the run of the state had learned, if they are of such a job."""

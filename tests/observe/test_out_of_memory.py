@@ -80,8 +80,8 @@ def test_the_first_advice_follows_from_what_went_wrong(tmp_path):
 
 
 def test_advice_names_only_what_the_job_has_not_done(tmp_path):
-    assert "or add offload to planner.memory_strategies" in advice(context(tmp_path), None)
-    every = context(tmp_path, 'planner.memory_strategies=["keep", "selective", "recompute", "offload"]')
+    assert "or add offload to planner.search.memory_strategies" in advice(context(tmp_path), None)
+    every = context(tmp_path, 'planner.search.memory_strategies=["keep", "selective", "recompute", "offload"]')
     assert "memory_strategies" not in advice(every, None)
     off = advice(context(tmp_path, "planner.enable=false"), None)
     assert 'or let blocks be recomputed: planner.enable = true, or activation_checkpoint.mode = "full"' in off

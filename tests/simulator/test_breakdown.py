@@ -20,7 +20,7 @@ from tests.costs.profiles import profile_of
 
 ON_A40 = "planner.hardware=a40"
 TP, CP = "parallelism.tensor_parallel_degree=2", "parallelism.context_parallel_degree=2"
-FREE_MESSAGES = ("planner.p2p_latency_s=0.0", "planner.p2p_bytes_per_s=1e15")
+FREE_MESSAGES = ("planner.device.p2p_latency_s=0.0", "planner.device.p2p_bytes_per_s=1e15")
 
 
 def report(*overrides: str, schedule: str = "1F1B", iterations: int = 1) -> Report:
@@ -94,7 +94,7 @@ def test_what_is_not_known_apart_is_one_part() -> None:
 def test_without_a_known_peak_all_kernels_are_one_part() -> None:
     assert "model FLOPs + below peak" in answer().breakdown.by_label
     assert answer("metrics.peak_flops=1e11").breakdown[Part.MODEL_FLOPS] == pytest.approx(
-        0.2 * answer().breakdown.by_label["model FLOPs + below peak"]  # planner.flops_per_s is 2e10
+        0.2 * answer().breakdown.by_label["model FLOPs + below peak"]  # planner.device.flops_per_s is 2e10
     )
 
 
@@ -105,14 +105,14 @@ def test_a_peak_that_costs_exceed_is_refused() -> None:
 
 def test_messages_that_take_no_time_delay_nothing() -> None:
     assert abs(answer(*FREE_MESSAGES).breakdown[Part.TRANSFERS]) < 1e-7
-    slow = answer("planner.p2p_latency_s=0.01")
+    slow = answer("planner.device.p2p_latency_s=0.01")
     assert slow.breakdown[Part.TRANSFERS] > 0.1
     at_once = answer(*FREE_MESSAGES).iterations[0]
     lost = slow.iterations[0].pipeline_s - at_once.pipeline_s
     assert slow.breakdown[Part.TRANSFERS] == pytest.approx(lost / slow.iterations[0].iteration_s)
 
 
-@pytest.mark.parametrize("hardware", [ON_A40, "planner.flops_per_s=2e10"])
+@pytest.mark.parametrize("hardware", [ON_A40, "planner.device.flops_per_s=2e10"])
 def test_recomputation_is_what_backwards_repeat(hardware: str) -> None:
     kept, full = (answer(hardware, f"activation_checkpoint.mode={mode}") for mode in ("none", "full"))
     assert kept.breakdown[Part.RECOMPUTATION] == 0
@@ -157,7 +157,7 @@ def test_exchanges_within_measured_layers_are_not_known_apart(tmp_path: Path) ->
         profile.write(tmp_path / "profile.json")
         found = answer(*words, f"planner.profile={tmp_path / 'profile.json'}", "metrics.peak_flops=1e11")
         assert found.breakdown.by_label.keys() >= names
-        assert 0 < found.breakdown[Part.MODEL_FLOPS] < 0.2  # planner.flops_per_s is a fifth of the peak
+        assert 0 < found.breakdown[Part.MODEL_FLOPS] < 0.2  # planner.device.flops_per_s is a fifth of the peak
 
 
 @dataclass(frozen=True)

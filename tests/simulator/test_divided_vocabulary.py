@@ -113,7 +113,7 @@ def test_ranks_send_only_where_the_partition_says(keys: tuple[str, ...]) -> None
 
 
 def test_searches_plan_the_parts_with_and_without_a_memory_limit() -> None:
-    for more in ((), ("planner.activation_memory_gib=0.02",)):
+    for more in ((), ("planner.search.activation_memory_gib=0.02",)):
         chosen = job(DIVIDED, *more)
         planner = IterationPlanner(make_job(chosen))
         prepared = planner.prepare(batch(chosen), searched=True)

@@ -46,7 +46,7 @@ def test_each_stage_takes_its_own_seconds_and_those_of_all_encoders(tmp_path: Pa
 
 def test_1f1b_takes_what_its_closed_form_says(tmp_path: Path) -> None:
     """Equal stages: a language model of as many blocks as ranks, apart from its ends; without transfers."""
-    keys = ("planner.p2p_latency_s=0.0", "planner.p2p_bytes_per_s=1e21", "planner.hardware=")
+    keys = ("planner.device.p2p_latency_s=0.0", "planner.device.p2p_bytes_per_s=1e21", "planner.hardware=")
     again = rerun(planner_of(tmp_path, *keys).problem(cornstarch.batch())[1])
     slowest = max(again.options(stage, 0)[0].load(Kind.F).seconds for stage in range(4))
     backward = max(again.options(stage, 0)[0].load(Kind.B).seconds for stage in range(4))

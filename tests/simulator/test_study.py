@@ -162,15 +162,15 @@ def test_a_part_of_a_device_that_nothing_names_is_no_limit():
 
 
 def test_a_schedule_that_ignores_memory_limits_is_told_so():
-    report = simulate_job(question("planner.activation_memory_gib=2.0", schedules=("1F1B", "interleave")))
+    report = simulate_job(question("planner.search.activation_memory_gib=2.0", schedules=("1F1B", "interleave")))
     notes = [note for note in report.notes if "activation_memory_gib" in note]
-    assert notes == ["1F1B bounds activations by its own rule; planner.activation_memory_gib is left out"]
+    assert notes == ["1F1B bounds activations by its own rule; planner.search.activation_memory_gib is left out"]
     job, _ = with_schedule(report.question.config, "interleave")
-    assert job.planner.activation_memory_gib == 2.0
+    assert job.planner.search.activation_memory_gib == 2.0
 
 
 def test_a_schedule_without_a_plan_is_an_answer(capsys):
-    words = ["--schedule", "interleave,1F1B", "--planner.activation_memory_gib=0.001"]
+    words = ["--schedule", "interleave,1F1B", "--planner.search.activation_memory_gib=0.001"]
     assert main([*DEBUG, *words]) == 1
     out = capsys.readouterr().out
     assert "interleave: NO PLAN: iteration 0: " in out
@@ -179,7 +179,7 @@ def test_a_schedule_without_a_plan_is_an_answer(capsys):
 
 def test_a_schedule_without_a_plan_names_the_searched_one_that_fits(capsys):
     """With a limit that holds only plans that recompute, as a large job without recomputation."""
-    words = ["--planner.activation_memory_gib=0.005"]
+    words = ["--planner.search.activation_memory_gib=0.005"]
     for asked, status in (
         (["--schedule", "interleave,planned"], 1),
         (["--planner.enable=true"], 0),  # the job trains the searched plan

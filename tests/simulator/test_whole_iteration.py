@@ -145,6 +145,8 @@ def test_memory_is_state_plus_activations_plus_the_block_that_is_recomputed() ->
 
 
 def test_an_iteration_without_a_plan_says_why() -> None:
-    sim = simulator("planner.activation_memory_gib=0.001")
-    with pytest.raises(PlanError, match=r"planner\.activation_memory_gib = 0\.001 leaves them 1\.02 MiB; raise it"):
+    sim = simulator("planner.search.activation_memory_gib=0.001")
+    with pytest.raises(
+        PlanError, match=r"planner\.search\.activation_memory_gib = 0\.001 leaves them 1\.02 MiB; raise it"
+    ):
         sim.simulate(batches())

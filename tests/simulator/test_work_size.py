@@ -27,8 +27,8 @@ def test_the_config_decides_where_it_says_a_number():
 
 
 def test_all_images_are_one_work_where_cutting_is_switched_off():
-    assert size("debug_vlm.toml", "planner.sub_microbatch=false") == 0
-    assert make_job(config.load("debug_vlm.toml", ["planner.sub_microbatch=false"])).sub_microbatch_size == 0
+    assert size("debug_vlm.toml", "planner.search.sub_microbatch=false") == 0
+    assert make_job(config.load("debug_vlm.toml", ["planner.search.sub_microbatch=false"])).sub_microbatch_size == 0
 
 
 def test_a_text_model_has_no_vision_works():

@@ -342,7 +342,7 @@ def too_tight(problem: PlanningProblem, section: PlannerConfig, spec: ModelSpec)
         if limit is not None and exceeds(least_bytes, limit):
             key, remedies = f'planner.memory_limit = "{section.memory_limit}"', ["lower planner.memory_margin"]
             if not section.memory_limit:
-                key, remedies = f"planner.activation_memory_gib = {section.activation_memory_gib:g}", []
+                key, remedies = f"planner.search.activation_memory_gib = {section.search.activation_memory_gib:g}", []
             if all(len(options) == 1 for options in problem.costs):
                 remedies.append("recompute more (activation_checkpoint.mode)")
                 remedies.append("let the planner choose what to recompute (planner.enable)")

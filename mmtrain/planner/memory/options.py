@@ -46,8 +46,8 @@ class MemoryChoices:
     @classmethod
     def planned(cls, section: ActivationCheckpointConfig, planner: PlannerConfig) -> "MemoryChoices":
         """The strategies among which a job's planner chooses; none if the section decides for all blocks."""
-        chooses = planner.enable and planner.memory and section.mode == "none"
-        return cls(section=section, strategies=strategies_of(planner.memory_strategies) if chooses else ())
+        chooses = planner.enable and planner.search.memory and section.mode == "none"
+        return cls(section=section, strategies=strategies_of(planner.search.memory_strategies) if chooses else ())
 
     @property
     def fixed(self) -> "MemoryChoices":

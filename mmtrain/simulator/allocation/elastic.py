@@ -224,7 +224,7 @@ class ElasticLayouts:
             loads = [0.0] * job.partition.num_ranks
             for stage in job.partition.stages:
                 flops = job.spec.layer_flops(stage.module, sizes[stage.module])[slice(*stage.layers)]
-                loads[stage.pp_rank] += sum(layer.total for layer in flops) / config.planner.flops_per_s
+                loads[stage.pp_rank] += sum(layer.total for layer in flops) / config.planner.device.flops_per_s
             return loads
 
     @property

@@ -87,7 +87,7 @@ class Space:
 
     def braided(self, candidate: Candidate, mesh: JobLayout) -> Candidate | None:
         """The candidate with blocks; None: it has none, or the axis is not to be tried."""
-        values = self._free({"planner.braid": True})
+        values = self._free({"planner.search.braid": True})
         if "braid" not in self.axes or not values or mesh.tp == 1:
             return None
         return candidate.having(values)
@@ -221,9 +221,9 @@ class Space:
         limit = self.config.planner.memory_limit or PLANNED_LIMIT
         return {
             "activation_checkpoint.mode": "none",
-            "planner.memory": True,
+            "planner.search.memory": True,
             "planner.memory_limit": limit,
-            "planner.activation_memory_gib": 0.0,
+            "planner.search.activation_memory_gib": 0.0,
         }
 
     def _other_memory(self) -> Iterator[tuple[str, Values]]:
@@ -238,9 +238,9 @@ class Space:
             return {}
         return {
             "planner.enable": True,
-            "planner.interleave": True,
-            "planner.braid": False,
-            "planner.eager_forwards": 0,
+            "planner.search.interleave": True,
+            "planner.search.braid": False,
+            "planner.search.eager_forwards": 0,
             "parallelism.pipeline_parallel_schedule": "interleave",
             "parallelism.separate_gradients": False,
         }
@@ -255,7 +255,7 @@ class Space:
     def ordered(self, name: str, mesh: JobLayout) -> Iterator[Values]:
         """The order of a schedule as it is, with memory options that the planner fits: on any cut if it keeps memory
         limits by itself, else on one chain of all modules with the chunks that it is for."""
-        order = {"parallelism.pipeline_parallel_schedule": name, "planner.interleave": False}
+        order = {"parallelism.pipeline_parallel_schedule": name, "planner.search.interleave": False}
         schedule = schedule_of(name, mesh.pp)
         if "cut" not in self.axes or (schedule.keeps_memory_limits and not schedule.segments):
             yield self._free(order)

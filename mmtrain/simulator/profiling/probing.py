@@ -5,7 +5,7 @@ from typing import Literal
 
 from mmtrain.config.config import Config
 from mmtrain.config.optimizer import LRSchedulerConfig
-from mmtrain.config.planner import PlannerConfig
+from mmtrain.config.planner import PlannerConfig, SearchConfig
 from mmtrain.config.sections import ActivationCheckpointConfig, CheckpointConfig, MetricsConfig, ValidationConfig
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.small import fewer_blocks, one_block, with_segments
@@ -62,7 +62,9 @@ def probing_job(config: Config, *, num_blocks: int, cut: Cut, num_ranks: int = 1
             data_parallel_replicate_degree=1,
             pipeline_parallel_schedule="ZB-H1" if cut.splits else "1F1B",
         ),
-        planner=PlannerConfig(sub_microbatch=False),  # each microbatch is one work of a size of its own
+        planner=PlannerConfig(
+            search=SearchConfig(sub_microbatch=False)
+        ),  # each microbatch is one work of a size of its own
         validation=ValidationConfig(),
         checkpoint=CheckpointConfig(enable=False),
         metrics=MetricsConfig(enable_tensorboard=False, progress_bar=False, peak_flops=1.0),

@@ -14,7 +14,7 @@ from mmtrain.simulator.job import make_job
 from mmtrain.simulator.workloads import draw
 
 JOB = ["training.global_batch_size=8", "parallelism.pipeline_parallel_degree=4", "assignment.policy=balanced"]
-SEARCHED = ["planner.enable=true", "planner.budget_evaluations=300"]
+SEARCHED = ["planner.enable=true", "planner.search.budget_evaluations=300"]
 
 
 def judged(*keys):
@@ -49,5 +49,5 @@ def test_with_a_device_of_unknown_memory_no_plan_holds_weight_gradients_back():
     assert not job.planner.hardware
     assigner = StepAssigner.of(job, [make_job(job)])
     section = assigner.planners[0].job.section
-    assert section == replace(job.planner, memory_limit="", split_backward=False)
+    assert section == replace(job.planner, memory_limit="").with_search(split_backward=False)
     assert assigner.makespan_s(draw("mix", Bins.of(job), seed=0, iteration=0)) < math.inf
