@@ -38,7 +38,7 @@ from mmtrain.config.assignment import AssignmentConfig
 from mmtrain.config.config import Config
 from mmtrain.modality.metadata import DocumentMeta, IterationMeta
 from mmtrain.modality.split import split_evenly
-from mmtrain.modality.typical import Bins
+from mmtrain.modality.typical import TypicalSizes
 from mmtrain.planner.assignment.assign import assign
 from mmtrain.planner.assignment.assignment import (
     AssignedMicrobatch,
@@ -214,7 +214,7 @@ class Setup:
 
 def samples(setup: Setup, workload: str, iteration: int) -> Iterator[DocumentMeta]:
     """The documents of a workload, each with a number of its own."""
-    bins, number = replace(Bins.of(setup.job()), num_microbatches=8), itertools.count()
+    bins, number = replace(TypicalSizes.of(setup.job()), num_microbatches=8), itertools.count()
     for part in itertools.count():
         for microbatch in draw(workload, bins, seed=iteration, iteration=part).microbatches:
             for document in microbatch.documents:

@@ -42,7 +42,7 @@ from mmtrain.local.profiler import profile_job
 from mmtrain.local.ranks import run_on_ranks
 from mmtrain.modality.bitfield import language_bits
 from mmtrain.modality.metadata import DocumentMeta, IterationMeta, MicrobatchMeta
-from mmtrain.modality.typical import Bins
+from mmtrain.modality.typical import TypicalSizes
 from mmtrain.models.attention.context import attention_context
 from mmtrain.models.build import build_chunk
 from mmtrain.models.initialise import init_weights
@@ -95,7 +95,7 @@ def job(*more: str, folder: str = "", microbatches: int = 6) -> Config:
 
 def batch_of(config: Config, number: int) -> IterationMeta:
     """One iteration of images and text of many sizes."""
-    return draw(WORKLOAD, Bins.typical(config), seed=0, iteration=number)
+    return draw(WORKLOAD, TypicalSizes.typical(config), seed=0, iteration=number)
 
 
 def peak_bytes(config: Config, meta: IterationMeta) -> float:

@@ -31,7 +31,7 @@ from mmtrain.data.noise import noise_batch
 from mmtrain.local.driven_steps import TimedStep, timed_steps
 from mmtrain.local.ranks import run_on_ranks
 from mmtrain.modality.metadata import IterationMeta
-from mmtrain.modality.typical import Bins
+from mmtrain.modality.typical import TypicalSizes
 from mmtrain.models.batch import Batch
 from mmtrain.simulator.typical_iterations import usual_workload
 from mmtrain.simulator.workloads import draw
@@ -175,7 +175,7 @@ def config_of(case: Case, size: str, folder: str, extra: Sequence[str]) -> Confi
 def batches_of(case: Case, config: Config, size: str) -> Batches:
     if not case.clips:
         return batches(config, SIZES[size])
-    bins = Bins.typical(config)
+    bins = TypicalSizes.typical(config)
     metas = [draw(usual_workload(config), bins, seed=0, iteration=i) for i in range(2)]
     return [(noise_batch(config.model, meta, seed), meta) for seed, meta in enumerate(metas)]
 

@@ -30,11 +30,11 @@ from mmtrain.config import config as config_module
 from mmtrain.config.config import Config
 from mmtrain.errors import ConfigError, PlanError
 from mmtrain.modality.metadata import IterationMeta
-from mmtrain.modality.typical import Bins
+from mmtrain.modality.typical import TypicalSizes
 from mmtrain.planner.batching import make_batching
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.memory.limit import MemoryRule
-from mmtrain.planner.memory.rank_state import RankState, Sharding
+from mmtrain.planner.memory.rank_state import RankBytes, Sharding
 from mmtrain.planner.partition.partition import Partition, mixed_partition
 from mmtrain.planner.plan import JobMethod, make_plan
 from mmtrain.planner.result import PlanResult
@@ -181,7 +181,7 @@ def workload_of(question: Question) -> str:
 @lru_cache(maxsize=4)
 def batches_of(question: Question) -> tuple[IterationMeta, ...]:
     """The batches that every peer reads."""
-    bins, name = Bins.of(job_of(question)), workload_of(question)
+    bins, name = TypicalSizes.of(job_of(question)), workload_of(question)
     return tuple(draw(name, bins, seed=SEED, iteration=i) for i in range(question.num_iterations))
 
 
@@ -192,7 +192,7 @@ class _Ledger:
         ranks = range(planner.job.partition.num_ranks)
         sharding = Sharding.of(job)
         assert job.parallelism.layout.dp == 1, "gathers and reductions are left out"
-        self._states: list[RankState] = [
+        self._states: list[RankBytes] = [
             sharding.rank_state(planner.job.spec, planner.job.partition, rank) for rank in ranks
         ]
         self._optimizer_s = max(planner.job.costs.step_s(round(state.updated_params)) for state in self._states)

@@ -45,11 +45,11 @@ class StoredRun:
     """Of the modules that train; others have only one kind."""
 
 
-Step = int | Literal["best"]
+CheckpointStep = int | Literal["best"]
 """A checkpoint of a run: its step, or that of the best validation (checkpoint.keep_best)."""
 
 
-def open_run(folder: Path, step: Step | None = None, *, weights: Weights | None = "trained") -> StoredRun:
+def open_run(folder: Path, step: CheckpointStep | None = None, *, weights: Weights | None = "trained") -> StoredRun:
     """A run with its newest complete checkpoint, or that of a step.
 
     Args:

@@ -63,7 +63,7 @@ def _finetune(args: argparse.Namespace) -> int:
         )
     if args.epochs is not None and not args.epochs > 0:
         raise ConfigError(f"finetune: --epochs {args.epochs:g}; it must be above 0")
-    from mmtrain.commands.finetune_table import Wanted, prepared
+    from mmtrain.commands.finetune_table import FineTuningRequest, prepared
     from mmtrain.commands.job_checks import check_job
     from mmtrain.launch.folder_owner import owned
     from mmtrain.local.ranks import train_on_ranks
@@ -71,7 +71,7 @@ def _finetune(args: argparse.Namespace) -> int:
     out = args.out or Path("outputs", f"{_name(args.model)}-{_name(args.data)}")
     if (out / _MODEL).exists():
         raise ConfigError(f"finetune: {out / _MODEL} is there already; give another --out, or remove it")
-    wanted = Wanted(
+    wanted = FineTuningRequest(
         model=args.model,
         data=args.data,
         out=out,

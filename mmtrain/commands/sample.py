@@ -70,9 +70,9 @@ def _sample(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from mmtrain.data.toy.easy_judge import PROMPTS
-    from mmtrain.inference.sampling import Wanted, sample
+    from mmtrain.inference.sampling import SamplingRequest, sample
 
-    wanted = Wanted(
+    wanted = SamplingRequest(
         prompts=tuple(args.prompt) or (PROMPTS if args.judge else ()),
         negative=args.negative,
         frames=args.frames,

@@ -98,7 +98,7 @@ def check_options(args: argparse.Namespace, verb: str) -> None:
 
 
 @dataclass(frozen=True)
-class Planned:
+class ScheduledPlan:
     """One schedule's plan for the iteration."""
 
     name: str
@@ -119,7 +119,7 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class Search:
+class PlannerSearch:
     """The planner's search instead of a schedule's order."""
 
     evaluations: int
@@ -136,7 +136,7 @@ class Search:
 class Planner(Protocol):
     """Plans the iteration."""
 
-    def __call__(self, name: str | None, search: Search | None = None) -> Planned:
+    def __call__(self, name: str | None, search: PlannerSearch | None = None) -> ScheduledPlan:
         """Args: name: of a schedule; None: the config's, else 1F1B. search: on its stages."""
         ...
 
@@ -152,7 +152,7 @@ def planner_of(args: argparse.Namespace) -> Planner:
     given = PlanningProblem.read(args.problem) if args.problem else None
     costs = chain_costs(args.costs)
 
-    def plan(name: str | None, search: Search | None = None) -> Planned:
+    def plan(name: str | None, search: PlannerSearch | None = None) -> ScheduledPlan:
         name = name or "1F1B"
         num_ranks = given.graph.num_ranks if given else args.pp or 4
         schedule = schedule_of(name, num_ranks)
@@ -189,7 +189,7 @@ def _of_config(args: argparse.Namespace) -> Planner:
     ) as loader:
         *_, (_, meta, _) = loader
 
-    def plan(name: str | None, search: Search | None = None) -> Planned:
+    def plan(name: str | None, search: PlannerSearch | None = None) -> ScheduledPlan:
         chosen = job
         if name:
             chosen = config.load(args.config, [*args.overrides, f"parallelism.pipeline_parallel_schedule={name}"])
@@ -208,15 +208,17 @@ def _plan(
     schedule: "Schedule",
     problem: "PlanningProblem",
     lower: "Callable[[Plan], Program] | None",
-    search: Search | None,
+    search: PlannerSearch | None,
     section: "PlannerConfig | None",
-) -> Planned:
+) -> ScheduledPlan:
     from mmtrain.planner.plan import JobMethod, make_plan
     from mmtrain.schedule.passes import lower as lowering
 
     method = JobMethod.searching(schedule, section, seed=search.seed) if search and section else schedule
     result = make_plan(problem, method)
-    return Planned(schedule.name, result, lower or (lambda plan: lowering.lower(plan, result.problem, sharded=False)))
+    return ScheduledPlan(
+        schedule.name, result, lower or (lambda plan: lowering.lower(plan, result.problem, sharded=False))
+    )
 
 
 def chain_costs(text: str | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from mmtrain.schedule.problem import P2P
 from mmtrain.spec.builders import DTYPE_BYTES
 
 
-class Network(Protocol):
+class RankNetwork(Protocol):
     """The network between the ranks."""
 
     def collective_s(self, kind: OpKind, num_bytes: float, ranks: Sequence[int]) -> float:
@@ -41,7 +41,7 @@ class Machine:
     name: str
     costs: str
     """The source of the seconds of layers, in a few words."""
-    network: Network
+    network: RankNetwork
     peak_flops: float | None
     """FLOP/s that MFU is measured against; None: unknown."""
     memory_bytes: float | None

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from mmtrain.checkpoint.run_folder import Step, StoredRun, Weights, load_module, open_run
+from mmtrain.checkpoint.run_folder import CheckpointStep, StoredRun, Weights, load_module, open_run
 from mmtrain.config.config import Config
 from mmtrain.config.model import (
     EncoderConfig,
@@ -78,7 +78,7 @@ def export(
     folder: Path,
     out: Path,
     *,
-    step: Step | None = None,
+    step: CheckpointStep | None = None,
     weights: Weights = "trained",
     form: ExportForm = ExportForm(),  # noqa: B008  immutable
     parts: bool = False,

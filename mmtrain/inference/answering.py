@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, TextStreamer
 
-from mmtrain.checkpoint.run_folder import Step, StoredRun, Weights, load_module, open_run
+from mmtrain.checkpoint.run_folder import CheckpointStep, StoredRun, Weights, load_module, open_run
 from mmtrain.config.config import Config
 from mmtrain.config.data import DataConfig
 from mmtrain.config.toml_sections import build
@@ -67,7 +67,7 @@ class Answerer(ABC):
         self._stop = processor.ending.token
 
     @staticmethod
-    def of(source: Path, step: Step | None = None, weights: Weights | None = None) -> "Answerer":
+    def of(source: Path, step: CheckpointStep | None = None, weights: Weights | None = None) -> "Answerer":
         """The model of a run, or of an exported folder.
 
         Args:

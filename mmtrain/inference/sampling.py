@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmtrain.checkpoint.run_folder import Step, StoredRun, Weights, load_decoder, load_module, open_run
+from mmtrain.checkpoint.run_folder import CheckpointStep, StoredRun, Weights, load_decoder, load_module, open_run
 from mmtrain.config.config import Config
 from mmtrain.data.clip_images import save_gif, sheet, shown_frames, some_of
 from mmtrain.data.tokenizer import job_tokenizer
-from mmtrain.data.toy.easy_judge import PROMPTS, Verdict, judge
+from mmtrain.data.toy.easy_judge import PROMPTS, ClipVerdict, judge
 from mmtrain.data.toy.shape_clips import EASY_BUCKET
 from mmtrain.data.toy.shapes import is_easy
 from mmtrain.errors import ConfigError, MMTrainError
@@ -52,7 +52,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class SamplingRequest:
     """The request for clips. Raises: ConfigError: a value out of its range."""
 
     prompts: tuple[str, ...]
@@ -97,7 +97,7 @@ class Sampled:
     guidance: float
     files: tuple[str, ...]
     """One a clip, ordered by prompt; then the sheet, if the clips are images."""
-    verdict: Verdict | None
+    verdict: ClipVerdict | None
     """Of clips that were to be judged."""
 
     @property
@@ -109,9 +109,9 @@ class Sampled:
 def sample(
     folder: Path,
     out: Path,
-    wanted: Wanted,
+    wanted: SamplingRequest,
     *,
-    step: Step | None = None,
+    step: CheckpointStep | None = None,
     weights: Weights | None = None,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
@@ -157,7 +157,7 @@ def sample(
     return made
 
 
-def _check_judged(run: StoredRun, wanted: Wanted, shape: tuple[int, ...]) -> None:
+def _check_judged(run: StoredRun, wanted: SamplingRequest, shape: tuple[int, ...]) -> None:
     """Refuses clips whose pixels nothing is known about. Args: shape: channels, frames, height and width."""
     source = run.job.data.source
     if not is_easy(Path(source)):
@@ -183,7 +183,7 @@ def _sides(bucket: Sequence[int]) -> str:
     return f"{frames} frames of {width} x {height}"
 
 
-def _judged(clips_NCFHW: Tensor, wanted: Wanted) -> Verdict:
+def _judged(clips_NCFHW: Tensor, wanted: SamplingRequest) -> ClipVerdict:
     pixels = [to_pixels(clip) for clip in clips_NCFHW]
     return judge([clip for clip in pixels if clip is not None], _of_clips(wanted))
 
@@ -204,7 +204,7 @@ class _Question:
     """Channels, frames, height and width."""
 
 
-def _resolved(run: StoredRun, wanted: Wanted) -> _Question:
+def _resolved(run: StoredRun, wanted: SamplingRequest) -> _Question:
     job = run.job
     if job.model.dit is None:
         raise ConfigError(
@@ -254,7 +254,7 @@ def _check_num_steps(prediction: str, num_steps: int) -> None:
         )
 
 
-def _bucket(job: Config, geometry: VideoGeometry, wanted: Wanted) -> tuple[int, int, int]:
+def _bucket(job: Config, geometry: VideoGeometry, wanted: SamplingRequest) -> tuple[int, int, int]:
     """Frames, height and width; with a VAE in pixels."""
     if geometry.channels != 3 and geometry.vae is None and (wanted.height is None or wanted.width is None):
         raise ConfigError(
@@ -303,7 +303,7 @@ def _shown(text: str) -> str:
 
 
 def _latents(
-    run: StoredRun, wanted: Wanted, question: _Question, device: torch.device, progress: Progress | None
+    run: StoredRun, wanted: SamplingRequest, question: _Question, device: torch.device, progress: Progress | None
 ) -> Tensor:
     """[N, C, F, H, W] on the CPU, ordered by prompt.
 
@@ -347,12 +347,12 @@ def _states(run: StoredRun, texts: Sequence[Tensor], device: torch.device) -> li
 # ------------------------------------------------------------------------------------------- writing
 
 
-def _of_clips(wanted: Wanted) -> list[str]:
+def _of_clips(wanted: SamplingRequest) -> list[str]:
     """The prompt of each clip."""
     return [prompt for prompt in wanted.prompts for _ in range(wanted.num_samples)]
 
 
-def _names(wanted: Wanted) -> list[str]:
+def _names(wanted: SamplingRequest) -> list[str]:
     """File name of each clip without ending: number and first words of its prompt, and the sample's number."""
     names = []
     for number, prompt in enumerate(wanted.prompts, 1):
@@ -363,7 +363,7 @@ def _names(wanted: Wanted) -> list[str]:
     return names
 
 
-def _write(folder: Path, fps: float, wanted: Wanted, clips_NCFHW: Tensor) -> list[str]:
+def _write(folder: Path, fps: float, wanted: SamplingRequest, clips_NCFHW: Tensor) -> list[str]:
     """The names of the files, those of the clips first.
 
     A long clip shows evenly spaced frames on the sheet, with the first and the last one.
@@ -385,7 +385,7 @@ def _write(folder: Path, fps: float, wanted: Wanted, clips_NCFHW: Tensor) -> lis
     return files
 
 
-def _record(job: Config, wanted: Wanted, made: Sampled) -> str:
+def _record(job: Config, wanted: SamplingRequest, made: Sampled) -> str:
     clips = zip(_of_clips(wanted), made.files, strict=False)  # the sheet shows them all
     table: dict[str, Any] = {
         "step": made.step,

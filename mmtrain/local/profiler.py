@@ -42,8 +42,8 @@ from mmtrain.parallel.grads import local_part
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.stage import ModalityStage
 from mmtrain.simulator.profiling.measurements import NUM_BLOCKS, assemble
-from mmtrain.simulator.profiling.probing import CUTS, REPEATS, Cut, probing_job, small_job
-from mmtrain.simulator.profiling.samples import Samples, StepSample, slowest
+from mmtrain.simulator.profiling.probing import CUTS, REPEATS, ProbeCut, probing_job, small_job
+from mmtrain.simulator.profiling.samples import ProcessSamples, StepSample, slowest
 from mmtrain.training.trainer import Trainer
 
 MESSAGE_BYTES = tuple(4**k for k in range(5, 13))
@@ -90,7 +90,7 @@ def profile_job(config: Config, *, rounds: int = 3, steps: int = 4, say: Say = p
         say(f"profile: {submesh} ranks share {os.cpu_count()} cores, so they are slower than with a core each")
     with tempfile.TemporaryDirectory(prefix="mmtrain-profile-") as folder:
         samples = run_on_ranks(_measure_layers, submesh, config, rounds, steps, folder, comm=config.comm, copies=copies)
-        pairs: list[Samples] = []
+        pairs: list[ProcessSamples] = []
         if section.pipeline_parallel_degree > 1 and (not torch.cuda.is_available() or torch.cuda.device_count() > 1):
             say("profile: transfers and ends of steps, 2 processes")
             pairs = run_on_ranks(_measure_pair, 2, config, rounds, steps, folder, comm=config.comm)
@@ -121,10 +121,10 @@ def _load() -> str:
 # ------------------------------------------------------------------------------------------- measurements
 
 
-def _measure_layers(device: torch.device, config: Config, rounds: int, steps: int, folder: str) -> Samples:
+def _measure_layers(device: torch.device, config: Config, rounds: int, steps: int, folder: str) -> ProcessSamples:
     """Actions, pauses, step ends and held bytes of the job's layers, on one pipeline rank."""
     warnings.simplefilter("ignore")  # a measurement is no test of the libraries
-    samples = Samples(host_copy=measure_host_copy(device))
+    samples = ProcessSamples(host_copy=measure_host_copy(device))
     for number in range(rounds):
         # A job that recomputes all blocks is measured with recomputation, and has no other options.
         repeats = REPEATS.values() if config.activation_checkpoint.mode == "none" else ()
@@ -133,7 +133,7 @@ def _measure_layers(device: torch.device, config: Config, rounds: int, steps: in
             clock = _watched_clock(device)
             with _steps(job, _everything(job), device, clock) as (trainer, timed):
                 samples.steps += _samples(cut, timed, steps, clock)
-                if cut == Cut(stages="layers", splits=False) and number == 0:
+                if cut == ProbeCut(stages="layers", splits=False) and number == 0:
                     with _counting(trainer.model.stages, samples.held, device):
                         next(timed)
         small = small_job(config, folder=_dump_folder(folder))
@@ -144,7 +144,7 @@ def _measure_layers(device: torch.device, config: Config, rounds: int, steps: in
     return samples
 
 
-def _samples(job: Cut | None, timed: Iterator[TimedStep], steps: int, clock: WatchedClock) -> Iterator[StepSample]:
+def _samples(job: ProbeCut | None, timed: Iterator[TimedStep], steps: int, clock: WatchedClock) -> Iterator[StepSample]:
     """Args: clock: of the timed steps."""
     clock.look()
     for step in itertools.islice(timed, steps):
@@ -261,10 +261,10 @@ class _Counted:
         return output
 
 
-def _measure_pair(device: torch.device, config: Config, rounds: int, steps: int, folder: str) -> Samples:
+def _measure_pair(device: torch.device, config: Config, rounds: int, steps: int, folder: str) -> ProcessSamples:
     """Transfers between two pipeline ranks, and their step ends."""
     warnings.simplefilter("ignore")
-    samples = Samples()
+    samples = ProcessSamples()
     parallelism = replace(
         config.parallelism, tensor_parallel_degree=1, tensor_parallel_rows="divided", context_parallel_degree=1
     )
@@ -282,7 +282,7 @@ def _measure_pair(device: torch.device, config: Config, rounds: int, steps: int,
     return samples
 
 
-def _measure_messages(samples: Samples, device: torch.device) -> None:
+def _measure_messages(samples: ProcessSamples, device: torch.device) -> None:
     """Messages in both directions, on a CPU while the sender computes.
 
     A message there is moved by a thread that competes with computing threads for a core, which may take milliseconds.

@@ -19,7 +19,7 @@ Line = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunContents:
     """The contents of a run's folder."""
 
     name: str
@@ -74,7 +74,7 @@ class Run:
         return [value if isinstance(value := line.get(key), int | float) else None for line in self.steps]
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RunContents:
     """The run in a folder (`job.dump_folder` of its job).
 
     Raises: ConfigError: it is not the folder of a run, or no step has ended yet.
@@ -102,7 +102,7 @@ def read_run(folder: Path) -> Run:
         raise ConfigError(f"report: {path} has no step yet; try again when the first one has ended")
     config_path = folder / RUN_FILE
     last = max(steps)
-    return Run(
+    return RunContents(
         name=folder.resolve().name,
         steps=tuple(steps[step] for step in sorted(steps)),
         validations=tuple(validations[step] for step in sorted(validations)),

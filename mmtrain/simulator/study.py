@@ -19,7 +19,7 @@ from mmtrain.schedule.library.names import check_name
 from mmtrain.schedule.recipe.files import schedule_of
 from mmtrain.schedule.timeline import Timeline
 from mmtrain.simulator.breakdown import Breakdown
-from mmtrain.simulator.steps import Step, divided, drawn_steps
+from mmtrain.simulator.steps import StepMicrobatches, divided, drawn_steps
 from mmtrain.simulator.typical_iterations import usual_workload
 from mmtrain.simulator.whole_iteration import IterationSimulator, SimulatedIteration
 
@@ -28,7 +28,7 @@ PLANNED_LIMIT = "90%"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class SimulationQuestion:
     """The job, schedules and workload to simulate."""
 
     config: Config
@@ -81,7 +81,7 @@ class Question:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class ScheduleForecast:
     """The simulated iterations of one schedule, or the reason why there are none."""
 
     schedule: str
@@ -133,9 +133,9 @@ class Answer:
 class Report:
     """The answers for all schedules of a question; all read the same batches."""
 
-    question: Question
+    question: SimulationQuestion
     machine: Machine
-    answers: tuple[Answer, ...]
+    answers: tuple[ScheduleForecast, ...]
     images: tuple[float, ...]
     """[iteration] -> mean number of images (or clips, or items of several encoders) in a microbatch."""
 
@@ -145,7 +145,9 @@ class Report:
         return (*_notes(self.question, self.machine), *(note for answer in self.answers for note in answer.notes))
 
 
-def simulate_job(question: Question, progress: Callable[[str, int], None] = lambda schedule, done: None) -> Report:
+def simulate_job(
+    question: SimulationQuestion, progress: Callable[[str, int], None] = lambda schedule, done: None
+) -> Report:
     """The simulated iterations of a job under each schedule.
 
     For a schedule without a plan, the answer says why.
@@ -256,7 +258,7 @@ class ScheduledJob:
         assigner = StepAssigner.of(as_simulated, simulator.jobs) if job.assignment.policy != "none" else None
         return cls(config=job, simulator=simulator, assigner=assigner, notes=notes)
 
-    def divided(self, step: Step) -> list[IterationMeta]:
+    def divided(self, step: StepMicrobatches) -> list[IterationMeta]:
         """[replica] -> its part of a step."""
         return divided(step, self.config.parallelism.layout.dp, Dealer.of(self.config, self.simulator.jobs))
 
@@ -277,12 +279,12 @@ class ScheduledJob:
 
 
 def _answer(
-    question: Question,
+    question: SimulationQuestion,
     job: ScheduledJob,
     schedule: str,
     batches: Sequence[Sequence[IterationMeta]],
     progress: Callable[[str, int], None],
-) -> Answer:
+) -> ScheduleForecast:
     steps: list[SimulatedIteration] = []
     first: Timeline | None = None
     for metas in batches:
@@ -290,14 +292,16 @@ def _answer(
             step, timeline = job.simulate(metas, seed=question.seed, step=len(steps))
         except PlanError as error:
             fault = f"iteration {len(steps)}: {error}"
-            return Answer(schedule=schedule, problem=fault, budgets=job.budgets, notes=job.notes)
+            return ScheduleForecast(schedule=schedule, problem=fault, budgets=job.budgets, notes=job.notes)
         first = first or timeline
         steps.append(step)
         progress(schedule, len(steps))
-    return Answer(schedule=schedule, iterations=tuple(steps), first=first, budgets=job.budgets, notes=job.notes)
+    return ScheduleForecast(
+        schedule=schedule, iterations=tuple(steps), first=first, budgets=job.budgets, notes=job.notes
+    )
 
 
-def _notes(question: Question, machine: Machine) -> list[str]:
+def _notes(question: SimulationQuestion, machine: Machine) -> list[str]:
     """Differences between the simulation and the job."""
     config, notes = question.config, []
     dp = config.parallelism.layout.dp

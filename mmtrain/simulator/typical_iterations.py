@@ -14,7 +14,7 @@ from mmtrain.costs.cost_model import CostModel, equal_layers
 from mmtrain.errors import PlanError
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.modality.submesh import Submesh
-from mmtrain.modality.typical import Bins
+from mmtrain.modality.typical import TypicalSizes
 from mmtrain.planner.batching import Batching, SubMicrobatch, make_batching
 from mmtrain.planner.job_schedule import job_schedule
 from mmtrain.planner.memory.limit import MemoryRule
@@ -101,7 +101,7 @@ class TypicalIterations:
             is_quick: see the field.
         Raises: ConfigError: the encoder does not read images.
         """
-        all_bins = Bins.typical(config)
+        all_bins = TypicalSizes.typical(config)
         bins = replace(all_bins, num_microbatches=min(all_bins.num_microbatches, most_microbatches))
         submesh = Submesh.of(config)
         number = max(1, min(MOST_ITERATIONS, most_microbatches // bins.num_microbatches))

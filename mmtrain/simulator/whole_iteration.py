@@ -16,7 +16,7 @@ from typing import NamedTuple
 from mmtrain.config.config import Config, each_pipeline
 from mmtrain.config.topology import JobLayout
 from mmtrain.costs.cost_model import CostModel
-from mmtrain.costs.machine import Network
+from mmtrain.costs.machine import RankNetwork
 from mmtrain.errors import ConfigError, PlanError
 from mmtrain.modality.metadata import IterationMeta, without_deferral
 from mmtrain.planner.batching import Batching
@@ -24,7 +24,7 @@ from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.job import Job
 from mmtrain.planner.memory.limit import too_tight
 from mmtrain.planner.memory.options import MemoryChoices
-from mmtrain.planner.memory.rank_state import RankState, Sharding
+from mmtrain.planner.memory.rank_state import RankBytes, Sharding
 from mmtrain.planner.plan import JobMethod, make_plan
 from mmtrain.planner.search_settings import search_seed
 from mmtrain.schedule.action import Kind
@@ -33,7 +33,7 @@ from mmtrain.schedule.plan import Plan, entry_costs
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import makespan_without_transfers_s
 from mmtrain.schedule.timeline import Timeline
-from mmtrain.simulator.breakdown import Breakdown, Part, Parts, computing
+from mmtrain.simulator.breakdown import Breakdown, Parts, TimePart, computing
 from mmtrain.simulator.job import make_job
 from mmtrain.simulator.partition_choice import choose_partition
 from mmtrain.simulator.pipeline_sums import PipelineSums
@@ -85,7 +85,7 @@ class SimulatedPipeline:
     """What the replicas of one pipeline share."""
 
     job: Job
-    states: tuple[RankState, ...]
+    states: tuple[RankBytes, ...]
     """[pp_rank]"""
     gather_s: tuple[tuple[float, ...], ...]
     """[pp_rank][i] -> seconds of the UNSHARD of its i-th stage; they run one after the other."""
@@ -94,7 +94,7 @@ class SimulatedPipeline:
 
     @classmethod
     def of(
-        cls, job: Job, index: int, sharding: Sharding, network: Network, *, replicated: bool = False
+        cls, job: Job, index: int, sharding: Sharding, network: RankNetwork, *, replicated: bool = False
     ) -> "SimulatedPipeline":
         """One of a job's pipelines. Args: replicated: as of `IterationSimulator`."""
         parts, ranks = job.partition, range(job.partition.num_ranks)
@@ -178,7 +178,7 @@ class IterationSimulator:
     def of(
         cls,
         config: Config,
-        network: Network,
+        network: RankNetwork,
         *,
         searches: bool = False,
         peak_flops: float | None = None,
@@ -239,11 +239,11 @@ class IterationSimulator:
         optimizer = max(pipeline.optimizer_s for pipeline in self.pipelines)
         iteration_s, ranks = gather + reduced + optimizer, fmean(timeline.num_ranks for timeline in timelines)
         seconds = {key: fmean(run.parts[key] for run in runs) for key in runs[0].parts}
-        seconds[(Part.BUBBLE,) if self.tells_apart else (Part.BUBBLE, Part.TRANSFERS)] = (
+        seconds[(TimePart.BUBBLE,) if self.tells_apart else (TimePart.BUBBLE, TimePart.TRANSFERS)] = (
             ranks * slowest.makespan_s - sum(seconds.values())
         )
-        seconds[Part.REDUCTIONS,] = ranks * (gather + reduced - slowest.makespan_s)
-        seconds[Part.OPTIMIZER,] = ranks * optimizer
+        seconds[TimePart.REDUCTIONS,] = ranks * (gather + reduced - slowest.makespan_s)
+        seconds[TimePart.OPTIMIZER,] = ranks * optimizer
         activations, peaks = self._bytes(of_pipelines)
         iteration = SimulatedIteration(
             iteration_s=iteration_s,
@@ -311,9 +311,9 @@ class IterationSimulator:
         copying_s = sum(entry.copying_s for entry in entries)
         peak = self.peak_flops
         known = {
-            Part.MODEL_FLOPS: None if peak is None else flops / (peak * job.submesh.size),
-            Part.RECOMPUTATION: _compute_s(problem, plan.options) - kept_s + copying_s,
-            Part.EXCHANGES: None if free_s is None else kept_s - free_s + exposed_s,
+            TimePart.MODEL_FLOPS: None if peak is None else flops / (peak * job.submesh.size),
+            TimePart.RECOMPUTATION: _compute_s(problem, plan.options) - kept_s + copying_s,
+            TimePart.EXCHANGES: None if free_s is None else kept_s - free_s + exposed_s,
         }
         parts = computing(sum(timeline.busy_s), known)
         if peak is not None and min(parts.values()) < -1e-9 * kept_s:
@@ -321,7 +321,7 @@ class IterationSimulator:
                 f"simulate: layers take less time than their FLOPs at the peak of {peak:.3g} FLOP/s a device; raise "
                 "metrics.peak_flops, or lower planner.device.flops_per_s"
             )
-        parts[Part.TRANSFERS,] = problem.graph.num_ranks * (
+        parts[TimePart.TRANSFERS,] = problem.graph.num_ranks * (
             timeline.makespan_s - makespan_without_transfers_s(problem, plan)
         )
         return parts

@@ -22,7 +22,7 @@ from mmtrain.data.toy.shapes import shape_clips
 from mmtrain.errors import ConfigError, MMTrainError
 from mmtrain.export.adapter_folders import ExportForm
 from mmtrain.export.folder import export
-from mmtrain.inference.sampling import Sampled, Wanted, default_bucket, sample, to_pixels
+from mmtrain.inference.sampling import Sampled, SamplingRequest, default_bucket, sample, to_pixels
 from mmtrain.modality.buckets import video_geometry
 from tests.jobs import layout, train, write_video_config
 from tests.lora import with_lora
@@ -48,8 +48,8 @@ def run_of(folder: Path, *, channels: int = 3, **sections: Any) -> Path:
     return folder / "run"
 
 
-def wanted(**changes: Any) -> Wanted:
-    return Wanted(**{"prompts": PROMPTS, **SMALL, **changes})
+def wanted(**changes: Any) -> SamplingRequest:
+    return SamplingRequest(**{"prompts": PROMPTS, **SMALL, **changes})
 
 
 def latents(out: Path, made: Sampled) -> list[Tensor]:
@@ -149,7 +149,7 @@ def test_a_job_on_two_ranks_is_sampled_and_exported(tmp_path: Path, shapes: Path
     path = write_video_config(tmp_path, shapes)
     run_ranks(train, 2, path, [*layout(pp=2), "training.steps=2", "checkpoint.enable=true"])
     run = tmp_path / "run"
-    made = sample(run, tmp_path / "out", Wanted(prompts=PROMPTS, num_steps=2))
+    made = sample(run, tmp_path / "out", SamplingRequest(prompts=PROMPTS, num_steps=2))
     assert (made.step, made.shape) == (2, (3, 4, 24, 24))
     export(run, tmp_path / "hf")
     noise = torch.randn(made.shape, generator=torch.Generator().manual_seed(0))
@@ -380,7 +380,7 @@ def test_the_samples_of_a_validation_are_those_of_the_command(tmp_path: Path, sq
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     (line,) = (line for line in lines if line["step"] == 2 and "samples_judged" in line)
     captions = list(dict.fromkeys(clip.caption for clip in shape_clips("validation", 60, 0, "easy")))
-    made = sample(run, tmp_path / "out", Wanted(prompts=tuple(captions), judged=True))
+    made = sample(run, tmp_path / "out", SamplingRequest(prompts=tuple(captions), judged=True))
     assert made.weights == "ema" and made.verdict is not None
     assert (line["samples_judged"], line["samples_right"]) == (12, made.verdict.right)
     with Image.open(tmp_path / "out" / "sheet.png") as theirs, Image.open(BytesIO(b64decode(record["image"]))) as ours:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mmtrain.config import config
-from mmtrain.modality.typical import Bins
+from mmtrain.modality.typical import TypicalSizes
 from mmtrain.observe.out_of_memory import (
     OutOfMemoryContext,
     advice,
@@ -52,7 +52,7 @@ def context(folder: Path, *overrides: str, measured: float | None = 1.0 * GIB) -
     """The first step of the debug job, on its second rank."""
     job = config.load("debug_vlm.toml", [f"job.dump_folder={folder}", *overrides])
     planner = IterationPlanner(make_job(job))
-    meta = draw("mix", Bins.of(job, 112), seed=0, iteration=0)
+    meta = draw("mix", TypicalSizes.of(job, 112), seed=0, iteration=0)
     return OutOfMemoryContext(
         config=job,
         step=7,

@@ -7,7 +7,7 @@ from mmtrain.config import config
 from mmtrain.config.planner import PlannerConfig, SearchConfig
 from mmtrain.errors import PlanError
 from mmtrain.modality.metadata import DocumentMeta, IterationMeta, MicrobatchMeta
-from mmtrain.modality.typical import Bins
+from mmtrain.modality.typical import TypicalSizes
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.job_schedule import job_schedule
 from mmtrain.planner.memory.limit import MemoryRule
@@ -136,7 +136,7 @@ def test_the_first_plan_under_a_tight_limit_is_near_the_search(words):
     job = config.load("vlm_s.toml", [*more, "training.global_batch_size=32", 'planner.memory_limit="92%"', *words])
     planner = IterationPlanner(make_job(job))
     limits = MemoryRule.of(job).budget(planner.job.spec, planner.job.partition).activation_limits
-    meta = draw("mix", Bins.of(job), seed=0, iteration=0)
+    meta = draw("mix", TypicalSizes.of(job), seed=0, iteration=0)
     problem = IterationPlanner(planner.job, limits).problem(meta, searched=True)[1]
     first = make_plan(problem, JobMethod(planner.job.schedule, job.planner))
     searched = make_plan(problem, SearchOptions(budget_evaluations=300))
@@ -160,7 +160,7 @@ def test_images_of_a_microbatch_can_stay_together():
 def test_an_iteration_is_planned_in_parts_as_in_one_go():
     job = config.load("debug_vlm.toml", ["planner.enable=true"])
     planner = IterationPlanner(make_job(job))
-    meta = draw("mix", Bins.of(job, 112), seed=0, iteration=0, replica=0)
+    meta = draw("mix", TypicalSizes.of(job, 112), seed=0, iteration=0, replica=0)
     whole = planner.plan(meta)
     iteration = planner.prepare(meta, searched=True)
     first = iteration.first

@@ -14,7 +14,7 @@ from mmtrain.costs.operator_costs import OperatorCosts
 from mmtrain.costs.operators.graph import Phase
 from mmtrain.errors import ConfigError
 from mmtrain.modality.metadata import IterationMeta
-from mmtrain.modality.typical import Bins, reference_sizes
+from mmtrain.modality.typical import TypicalSizes, reference_sizes
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.job import Job
 from mmtrain.planner.memory.rank_state import Sharding
@@ -73,7 +73,9 @@ def text_job(*overrides: str, pp: int = 4, blocks: int = 6, size: int = 448) -> 
 
 
 def batch(of: Config, microbatches: int = 6) -> IterationMeta:
-    return draw("mix", dataclasses.replace(Bins.typical(of), num_microbatches=microbatches), seed=0, iteration=0)
+    return draw(
+        "mix", dataclasses.replace(TypicalSizes.typical(of), num_microbatches=microbatches), seed=0, iteration=0
+    )
 
 
 def specs(*overrides: str, parts: int = 4, tp: int = 1) -> tuple[ModelSpec, ModelSpec]:

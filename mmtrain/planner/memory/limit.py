@@ -19,7 +19,7 @@ from mmtrain.config.memory_amount import MemoryAmount, show_bytes, show_gib
 from mmtrain.config.planner import PlannerConfig
 from mmtrain.costs.operators.cluster import Cluster
 from mmtrain.errors import MemoryLimitError
-from mmtrain.planner.memory.rank_state import RankState, Sharding
+from mmtrain.planner.memory.rank_state import RankBytes, Sharding
 from mmtrain.planner.partition.partition import Partition
 from mmtrain.schedule.library.memory import components
 from mmtrain.schedule.plan import exceeds
@@ -34,7 +34,7 @@ class RankBudget:
     """The memory of one rank of a pipeline rank's submesh, in bytes."""
 
     pp_rank: int
-    state: RankState
+    state: RankBytes
     limit_bytes: float | None
     """Bytes that it may take in total; None: no limit."""
     process_bytes: float

@@ -11,7 +11,7 @@ import numpy as np
 from mmtrain.planner.search.evaluate import anneal, best_of, evaluate, start_chain
 from mmtrain.planner.search.instance import Searched
 from mmtrain.planner.search.kernels.arrays import Decoder, Workspace
-from mmtrain.planner.search.orders import Order, by_component, order_of
+from mmtrain.planner.search.orders import GroupOrder, by_component, order_of
 
 HOT, COLD = 1e-3, 6e-5
 """Temperature of annealing at the start and at the end, as a part of the makespan. A hotter chain leaves the sweep's
@@ -25,7 +25,7 @@ EXPLORATION = 0.05
 class Start(NamedTuple):
     """An order, how it is decoded, and the makespan of its plan."""
 
-    order: Order
+    order: GroupOrder
     how: Decoder
     cost: float
 
@@ -59,7 +59,7 @@ class Chain(ABC):
     def run(self, evaluations: int, before: float, after: float) -> None:
         """Tries plans. Args: before, after: part of the budget used up at the start and at the end."""
 
-    def evaluate(self, order: Order) -> float:
+    def evaluate(self, order: GroupOrder) -> float:
         """The makespan of an order with the start's decoder; updates `best`."""
         how = self.best.how
         cost = evaluate(self.searched, self.workspace, order, how, self.iterations)
@@ -193,7 +193,7 @@ class TreeChain(Chain):
         rarity = math.sqrt(math.log(node.parent.visits + 1) / max(1, node.visits))
         return self.best.cost / node.best + EXPLORATION * rarity
 
-    def _rollout(self) -> Order:
+    def _rollout(self) -> GroupOrder:
         chosen = set(self._prefix)
         rest = [group for group in range(self.searched.num_groups) if group not in chosen]
         self.random.shuffle(rest)

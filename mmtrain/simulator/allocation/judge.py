@@ -21,7 +21,7 @@ from mmtrain.planner.search_settings import PLANNED
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.timeline import Timeline
 from mmtrain.simulator.allocation.candidate import Candidate
-from mmtrain.simulator.steps import Step
+from mmtrain.simulator.steps import StepMicrobatches
 from mmtrain.simulator.study import ScheduledJob
 from mmtrain.simulator.whole_iteration import SimulatedIteration
 
@@ -72,7 +72,7 @@ class Judge:
     """Judges candidates of one job."""
 
     config: Config
-    steps: Callable[[Config], Sequence[Step]]
+    steps: Callable[[Config], Sequence[StepMicrobatches]]
     """[step] of a job; the same ones for all jobs of equal microbatches."""
     seed: int = 0
     """Of searches."""

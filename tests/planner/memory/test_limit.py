@@ -222,10 +222,10 @@ def test_the_budget_without_a_limit_predicts_and_limits_nothing():
 
 
 def meta():
-    from mmtrain.modality.typical import Bins
+    from mmtrain.modality.typical import TypicalSizes
     from mmtrain.simulator.workloads import draw
 
-    return draw("mix", Bins.of(config.load("debug_vlm.toml"), 112), seed=0, iteration=0)
+    return draw("mix", TypicalSizes.of(config.load("debug_vlm.toml"), 112), seed=0, iteration=0)
 
 
 def test_problems_have_the_limits():

@@ -13,7 +13,7 @@ from mmtrain.config.sections import ActivationCheckpointConfig
 from mmtrain.costs.cost_model import FlopsCosts, HostCopy
 from mmtrain.errors import PlanError
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
-from mmtrain.modality.typical import Bins
+from mmtrain.modality.typical import TypicalSizes
 from mmtrain.planner.batching import make_batching
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.memory.options import (
@@ -220,7 +220,7 @@ def test_keeping_all_is_offered_even_where_offloading_is_free() -> None:
 def test_where_all_can_be_kept_it_is() -> None:
     """Room for what recomputation would bring back must not cost a plan that recomputes nothing."""
     job = config.load("debug_vlm.toml", ["--training.global_batch_size=8"])
-    meta = draw("mix", Bins.typical(job), seed=0, iteration=0)
+    meta = draw("mix", TypicalSizes.typical(job), seed=0, iteration=0)
     planner = IterationPlanner(replace(make_job(job), section=job.planner.with_search(split_backward=False)))
     free = planner.prepare(meta, searched=True).first
     for names in (("keep",), ("keep", "selective", "recompute"), ("keep", "recompute", "offload")):
@@ -262,7 +262,7 @@ def test_json_keeps_what_is_brought_back() -> None:
 def test_the_first_plan_of_any_schedule_fits_if_its_orders_can() -> None:
     base = ["planner.enable=true", "parallelism.pipeline_parallel_schedule=1F1B", "training.global_batch_size=8"]
     job = config.load("debug_vlm.toml", [f"--{key}" for key in base])
-    meta = draw("mix", Bins.typical(job), seed=0, iteration=0)
+    meta = draw("mix", TypicalSizes.typical(job), seed=0, iteration=0)
     planner = IterationPlanner(make_job(job))
     free = planner.prepare(meta, searched=True).first
     limits = [0.8 * peak for peak in free.timeline.peak_bytes]
@@ -289,7 +289,7 @@ def test_the_first_plan_of_any_schedule_fits_if_its_orders_can() -> None:
 def test_a_strategy_more_never_makes_a_limit_impossible(share: float) -> None:
     """Three offloaded blocks come back at once: here that is more than the limit, and more than recomputing needs."""
     job = config.load("debug_vlm.toml", ["--planner.enable=true"])
-    meta = draw("mix", Bins.typical(job), seed=0, iteration=0)
+    meta = draw("mix", TypicalSizes.typical(job), seed=0, iteration=0)
     planner = IterationPlanner(make_job(job))
     free = planner.prepare(meta, searched=True).first
     limits = [share * max(free.timeline.peak_bytes)] * 2
