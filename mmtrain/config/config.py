@@ -359,8 +359,6 @@ def _check_vocabulary(config: Config) -> None:
             f"{key} with {other}: pipelines of unequal depth would hold different parts of the vocabulary, which is "
             'not built; set "tensor"'
         )
-    if planner.placement == "replicated":
-        raise ConfigError(f'{key} with planner.placement = "replicated", a baseline without it; set "tensor"')
     if how == "search" and (planner.partition != "search" or planner.placement not in ("spread", "search")):
         name = "partition" if planner.partition != "search" else "placement"
         raise ConfigError(

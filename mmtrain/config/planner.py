@@ -13,7 +13,7 @@ from mmtrain.schedule.library.names import EAGER_SCHEDULES, MEMORY_BOUNDED_SCHED
 
 MEMORY_STRATEGIES = ("keep", "selective", "recompute", "offload")
 """What a block may do with its activations."""
-Strategy = Literal["anneal", "mcts", "random", "dfs", "first"]
+Strategy = Literal["anneal", "mcts", "first"]
 """How the planner searches orders."""
 
 
@@ -119,12 +119,11 @@ class PlannerConfig:
     all modules are open and it fits into the memory (if that is unknown: takes no more than separated modules); dip: as
     many passes as the module is slower than the fastest one; mixed-*: one chain of all modules, cut into stages of
     equal parameters or equal time."""
-    placement: Literal["spread", "parallel", "colocated", "search", "replicated"] = "spread"
+    placement: Literal["spread", "parallel", "colocated", "search"] = "spread"
     """Pipeline ranks of the modules, see docs/partition.md. spread: all ranks hold a part of each. parallel: each
     module has ranks of its own. colocated: the modules that read data share the first ranks, and the others have ranks
     of their own. search: the one with the shortest simulated iterations, chains included. How many ranks, where a
-    section's `ranks` does not say it: those for which the most loaded rank computes least. replicated: for mmtrain
-    simulate alone, every rank of the language model runs all encoders again."""
+    section's `ranks` does not say it: those for which the most loaded rank computes least."""
     memory_limit: str = ""
     """What a rank may take of its device's memory in all: "72GiB", "500MB", or a part as "90%" (of a CPU: of the
     machine's memory, shared by its ranks); empty: no limit. Parameters, gradients, optimizer state, the process itself
@@ -230,7 +229,7 @@ def _check_placement(planner: PlannerConfig, model: ModelConfig, num_ranks: int)
             f'planner.placement = "{how}" with planner.partition = "{planner.partition}", which puts every '
             "module on all ranks; remove one of the two"
         )
-    if how in ("search", "replicated") and given:
+    if how == "search" and given:
         key, ranks = next(iter(given.items()))
         raise ConfigError(f'{key} = {ranks} has no effect with planner.placement = "{how}"; remove it')
     if num_ranks < 2:

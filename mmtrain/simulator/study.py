@@ -212,11 +212,6 @@ def with_schedule(config: Config, schedule: str, evaluations: int = 1) -> tuple[
 
 def _with_search(config: Config, evaluations: int) -> tuple[Config, tuple[str, ...]]:
     """The result of `with_schedule` for plans that the job's planner searches."""
-    if config.planner.placement == "replicated":
-        raise ConfigError(
-            f'simulate: schedule "{PLANNED}" with planner.placement = "replicated": the baseline has the order of a '
-            "named schedule; name one"
-        )
     planner = replace(config.planner, enable=True).with_search(budget_evaluations=evaluations, budget_s=0.0)
     notes = [f"{PLANNED}: the planner tries {evaluations} plans for each iteration (--evaluations)"]
     if planner.hardware and not planner.memory_limit and not planner.search.activation_memory_gib:

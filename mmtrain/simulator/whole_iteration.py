@@ -35,9 +35,7 @@ from mmtrain.schedule.simulate import makespan_without_transfers_s
 from mmtrain.schedule.timeline import Timeline
 from mmtrain.simulator.breakdown import Breakdown, Parts, TimePart, computing
 from mmtrain.simulator.job import make_job
-from mmtrain.simulator.partition_choice import choose_partition
 from mmtrain.simulator.pipeline_sums import PipelineSums
-from mmtrain.simulator.replicated import held_partition, replicated_choice, rerun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,13 +91,10 @@ class SimulatedPipeline:
     """[pp_rank] -> seconds of all its REDUCE."""
 
     @classmethod
-    def of(
-        cls, job: Job, index: int, sharding: Sharding, network: RankNetwork, *, replicated: bool = False
-    ) -> "SimulatedPipeline":
-        """One of a job's pipelines. Args: replicated: as of `IterationSimulator`."""
+    def of(cls, job: Job, index: int, sharding: Sharding, network: RankNetwork) -> "SimulatedPipeline":
+        """One of a job's pipelines."""
         parts, ranks = job.partition, range(job.partition.num_ranks)
-        held = [held_partition(parts, rank) if replicated else parts for rank in ranks]
-        states = tuple(sharding.rank_state(job.spec, held[rank], rank) for rank in ranks)
+        states = tuple(sharding.rank_state(job.spec, parts, rank) for rank in ranks)
         seconds = [
             [
                 (sharding.gather_s(network, s, rank, index), sharding.reduce_s(network, s, rank, index))
@@ -164,8 +159,6 @@ class IterationSimulator:
     layout: JobLayout
     pipelines: tuple[SimulatedPipeline, ...]
     sums: PipelineSums
-    replicated: bool = False
-    """Whether every rank of the language model runs all encoders again."""
     searches: bool = False
     """Whether plans are searched as configured in `[planner]`; otherwise they have the order of the job's schedule."""
     peak_flops: float | None = None
@@ -185,17 +178,12 @@ class IterationSimulator:
         tells_apart: bool = True,
     ) -> "IterationSimulator":
         """The simulator of a job. Raises: ConfigError: a model that cannot be built, cut or divided."""
-        replicated, sharding = config.planner.placement == "replicated", Sharding.of(config)
-        choose = replicated_choice if replicated else choose_partition
-        jobs = each_pipeline(config, lambda own: make_job(own, choose))
+        sharding = Sharding.of(config)
+        jobs = each_pipeline(config, make_job)
         return cls(
             layout=config.parallelism.layout,
-            pipelines=tuple(
-                SimulatedPipeline.of(job, index, sharding, network, replicated=replicated)
-                for index, job in enumerate(jobs)
-            ),
+            pipelines=tuple(SimulatedPipeline.of(job, index, sharding, network) for index, job in enumerate(jobs)),
             sums=PipelineSums.of([job.partition for job in jobs], jobs[0].spec, sharding, network),
-            replicated=replicated,
             searches=searches,
             peak_flops=peak_flops,
             tells_apart=tells_apart,
@@ -338,8 +326,7 @@ class IterationSimulator:
 
     def _problem(self, job: Job, meta: IterationMeta) -> tuple[Batching, PlanningProblem]:
         """The works of an iteration, and their planning problem."""
-        batching, problem = IterationPlanner(job).problem(meta, searched=self.searches)
-        return batching, rerun(problem) if self.replicated else problem
+        return IterationPlanner(job).problem(meta, searched=self.searches)
 
 
 def _compute_s(problem: PlanningProblem, options: Mapping[tuple[int, int], int]) -> float:

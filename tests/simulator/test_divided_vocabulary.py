@@ -368,7 +368,6 @@ def test_a_small_job_is_divided_as_the_real_one_was_chosen() -> None:
         ((DIVIDED, "parallelism.pipeline_parallel_degree=1", "parallelism.pipelines=[2, 1]"), "pipelines of unequal"),
         ((SEARCHED, 'planner.partition="dip"'), r'planner.partition = "dip": only a search'),
         ((SEARCHED, 'planner.placement="parallel"'), r'planner.placement = "parallel": only a search'),
-        ((DIVIDED, 'planner.placement="replicated"'), r'planner.placement = "replicated", a baseline'),
     ],
 )
 def test_what_is_not_built_is_refused_in_a_sentence(keys: tuple[str, ...], sentence: str) -> None:

@@ -1,4 +1,4 @@
-"""A baseline that exists in simulation alone: every rank of the language model runs all encoders again. Pure.
+"""A baseline of Cornstarch's comparison, simulated: every rank of the language model runs all encoders again.
 
 The language model is cut over all pipeline ranks, and each rank holds a copy of every encoder with its projector. For
 each microbatch, the forward of each language stage first runs the forwards of the encoders' works of that microbatch,
@@ -12,41 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 
-from mmtrain.config.config import Config, value_of
-from mmtrain.costs.cost_model import CostModel
-from mmtrain.errors import ConfigError
-from mmtrain.planner.batching import SubMicrobatch
-from mmtrain.planner.job_schedule import job_schedule
 from mmtrain.planner.partition.partition import Partition, partition
 from mmtrain.schedule.graph import ModuleStages, Work
 from mmtrain.schedule.problem import Option, PlanningProblem
-from mmtrain.simulator.cuts import placing_weights
-from mmtrain.simulator.partition_choice import Choice
 from mmtrain.spec.spec import ModelSpec
 from mmtrain.spec.work_size import ZERO_WORK
-
-
-def replicated_choice(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch: SubMicrobatch) -> Choice:
-    """The partition of the baseline, for a planner of a simulation. Arguments: see `choose_partition`.
-
-    Raises: ConfigError: a V-shaped schedule, a memory limit, or fewer layers of the language model than chunks.
-    """
-    schedule = job_schedule(config)
-    what = 'planner.placement = "replicated"'
-    if schedule.placement == "v":
-        raise ConfigError(
-            f'{what} with parallelism.pipeline_parallel_schedule = "{schedule.name}", which goes down all pipeline '
-            "ranks and back up; choose another schedule"
-        )
-    for key in ("planner.memory_limit", "planner.search.activation_memory_gib"):
-        if limit := value_of(config, key):
-            raise ConfigError(f"{key} = {limit!r} with {what}, which keeps no limit; remove it")
-    passes = config.model.cut_modules[spec.text.name].num_segments or schedule.least_passes
-    weights = placing_weights(config, spec, costs, sub_microbatch)
-    parts = replicated_partition(spec, config.parallelism.pipeline_parallel_degree, passes, weights)
-    return Choice(
-        partition=parts, spec=spec, summary="partition: encoders replicated on all ranks of the language model"
-    )
 
 
 def replicated_partition(
@@ -68,15 +38,6 @@ def replicated_partition(
         # Copies burden all ranks alike.
         weights={name: of if name == text else [0.0] * len(of) for name, of in weights.items()},
     )
-
-
-def held_partition(parts: Partition, pp_rank: int) -> Partition:
-    """What a pipeline rank holds in the baseline: its part of the language model and all encoders, numbered as in the
-    problem of `rerun`. Args: parts: of `replicated_partition`."""
-    own = parts.of_module(parts.text)
-    others = [stage for stage in parts.stages if stage.module != parts.text]
-    copies = [replace(stage, index=len(own) + i, pp_rank=pp_rank) for i, stage in enumerate(others)]
-    return replace(parts, stages=(*copies, *(replace(stage, index=i) for i, stage in enumerate(own))))
 
 
 def rerun(problem: PlanningProblem) -> PlanningProblem:
