@@ -22,9 +22,9 @@ from one_gpu import SIZES, batches, job
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from mmtrain.commands.driven_steps import timed_steps
-from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.config.config import Config
+from mmtrain.local.driven_steps import timed_steps
+from mmtrain.local.ranks import run_on_ranks
 from mmtrain.training.trainer import Trainer
 
 WARM, TIMED = 4, 4

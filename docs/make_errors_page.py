@@ -204,7 +204,7 @@ GROUPS = (
             "costs/operators/",
             "simulator/workloads.py",
             "simulator/whole_iteration.py",
-            "commands/profiler.py",
+            "local/profiler.py",
             "simulator/study.py",
             "run_page/line_chart.py",
             "run_page/breakdown_chart.py",

@@ -44,7 +44,7 @@ class Shard(NamedTuple):
         return self.elements * ITEM_BYTES[self.dtype]
 
 
-class Copy(NamedTuple):
+class BoxCopy(NamedTuple):
     """A box that one rank sends to another one."""
 
     sender: int
@@ -56,7 +56,7 @@ Shards = Sequence[Collection[Shard]]
 """[rank] -> its shards."""
 
 
-def copy_plan(held: Shards, wanted: Shards) -> tuple[Copy, ...]:
+def copy_plan(held: Shards, wanted: Shards) -> tuple[BoxCopy, ...]:
     """The copies after which each rank has what it wants, in a fixed order; equal arguments give an equal plan.
 
     The busiest sender's bytes are the least possible, but for one element for each set of ranks that hold the same.
@@ -78,14 +78,14 @@ def without_holder(held: Shards, wanted: Shards) -> tuple[str, ...]:
     return tuple(_missing(held, wanted)[1])
 
 
-Piece = tuple[int, Shard]
+MissingBox = tuple[int, Shard]
 """(receiver, box that it lacks)."""
 
 
-def _missing(held: Shards, wanted: Shards) -> tuple[dict[Holders, list[Piece]], list[str]]:
+def _missing(held: Shards, wanted: Shards) -> tuple[dict[Holders, list[MissingBox]], list[str]]:
     """Holders -> the pieces that only they hold, for ranks that lack them; and the names of those without a holder."""
     grids = _grids(held)
-    pieces: dict[Holders, list[Piece]] = {}
+    pieces: dict[Holders, list[MissingBox]] = {}
     lacking: set[str] = set()
     known: dict[Shard, list[tuple[Shard, Holders]]] = {}  # replicas want the same
     for receiver, shards in enumerate(wanted):
@@ -174,7 +174,7 @@ def _grids(held: Shards) -> dict[tuple[str, str], _Grid]:
     return {key: _Grid(found) for key, found in boxes.items()}
 
 
-def _dealt(pieces: Sequence[Piece], loads: Mapping[int, int], unit: int) -> Iterator[Copy]:
+def _dealt(pieces: Sequence[MissingBox], loads: Mapping[int, int], unit: int) -> Iterator[BoxCopy]:
     """The pieces of one set of holders, cut where a sender has sent its load.
 
     Args: loads: sender -> units. unit: bytes.
@@ -195,7 +195,7 @@ def _dealt(pieces: Sequence[Piece], loads: Mapping[int, int], unit: int) -> Iter
                 waiting.extendleft((receiver, part) for part in (*reversed(rest), *reversed(first)))
                 continue
             room -= shard.num_bytes
-            yield Copy(sender, receiver, shard)
+            yield BoxCopy(sender, receiver, shard)
 
 
 def cut(shard: Shard, elements: int) -> tuple[list[Shard], list[Shard]]:

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmtrain.checkpoint.copy_plan import Shard, copy_plan
-from mmtrain.checkpoint.messages import Message, Round, rounds_of
+from mmtrain.checkpoint.messages import BoxMessage, Round, rounds_of
 from mmtrain.checkpoint.rows import shard_of
 from mmtrain.checkpoint.shard_tables import gather_tables
 from mmtrain.checkpoint.state import NamedTensors
-from mmtrain.parallel.fill import Local
+from mmtrain.parallel.fill import LocalPart
 from mmtrain.parallel.torch_private import raw_part
 
 MESSAGE_BYTES = 1 << 24
@@ -43,7 +43,7 @@ class HeldShards:
         """Those of a rank without state: a newcomer, or one that was outside of the layout."""
         return cls({})
 
-    def lend(self) -> Local:
+    def lend(self) -> LocalPart:
         """For one placement: gives each shard that it asks for, once. What trains there then shares its memory."""
         given: set[Shard] = set()
 
@@ -179,7 +179,7 @@ def _fill(part: Tensor, shard: Shard, sources: _Tensors) -> None:
     raise AssertionError(f"the plan lets this rank send {shard}, which it does not hold")
 
 
-def _parts(message: Message, buffer: Tensor) -> Iterator[tuple[Shard, Tensor]]:
+def _parts(message: BoxMessage, buffer: Tensor) -> Iterator[tuple[Shard, Tensor]]:
     """The boxes of a message, and where they are in its bytes."""
     end = 0
     for shard in message.shards:

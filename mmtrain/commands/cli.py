@@ -30,12 +30,12 @@ from mmtrain.commands import (
     tune,
 )
 from mmtrain.commands.elastic import node_counts, train_node, train_on_nodes
-from mmtrain.commands.local_ranks import RankDiedError, Stopped, train_on_ranks
 from mmtrain.config import config
 from mmtrain.errors import ConfigError, MMTrainError, for_terminal, nearest
 from mmtrain.launch.folder_owner import owned
 from mmtrain.launch.launched import Launched, local_world_size, meeting_point
 from mmtrain.launch.processes import end_with_parent, environment, leave
+from mmtrain.local.ranks import RankDiedError, Stopped, train_on_ranks
 
 _OVERRIDE = re.compile(r"--[\w-]+\.[^\s=]+=")
 """The beginning of `--section.key=value`."""
@@ -276,9 +276,9 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 def _export(args: argparse.Namespace) -> int:
     import torch
 
-    from mmtrain.commands.adapter_folders import ExportForm
-    from mmtrain.commands.export import export
-    from mmtrain.commands.push import check_push, push
+    from mmtrain.export.adapter_folders import ExportForm
+    from mmtrain.export.folder import export
+    from mmtrain.export.push import check_push, push
 
     if args.push:
         check_push(args.push)

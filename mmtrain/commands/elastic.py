@@ -5,12 +5,12 @@ import os
 from dataclasses import dataclass
 
 from mmtrain import __version__
-from mmtrain.commands.local_nodes import NodeJob, run_on_nodes
 from mmtrain.config.config import Config
 from mmtrain.errors import ConfigError
 from mmtrain.launch.launched import Launched, meeting_point
 from mmtrain.launch.member import Member
 from mmtrain.launch.membership import make_digest
+from mmtrain.local.nodes import NodeJob, run_on_nodes
 
 MOST_NODES = 64
 """Of one machine."""

@@ -70,9 +70,9 @@ def _profile(args: argparse.Namespace) -> int:
     if hardware:
         load_hardware(hardware)  # raises if it does not exist
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from mmtrain.commands.profiler import profile_job
     from mmtrain.costs.profile.calibration import calibrate
     from mmtrain.costs.profile.table import table
+    from mmtrain.local.profiler import profile_job
     from mmtrain.modality.submesh import Submesh
 
     profile = profile_job(job, rounds=args.rounds, steps=args.steps, say=lambda text: print(text, flush=True))

@@ -60,7 +60,7 @@ def _simulate(args: argparse.Namespace) -> int:
     from mmtrain.planner.search_settings import PLANNED
     from mmtrain.run_page import breakdown_chart, line_chart
     from mmtrain.schedule.view.draw import document, painted, trace_events
-    from mmtrain.simulator.study import Question, simulate_job
+    from mmtrain.simulator.study import SimulationQuestion, simulate_job
     from mmtrain.simulator.study_report import table, to_json
 
     failures = check_options(args)
@@ -78,7 +78,7 @@ def _simulate(args: argparse.Namespace) -> int:
         print_failures(args, job)
         return 0
     schedules = [job.parallelism.pipeline_parallel_schedule, *([PLANNED] if job.planner.enable else [])]
-    question = Question(
+    question = SimulationQuestion(
         config=job,
         schedules=tuple(args.schedule.split(",") if args.schedule else schedules),
         evaluations=EVALUATIONS if args.evaluations is None else args.evaluations,

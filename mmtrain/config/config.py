@@ -359,8 +359,6 @@ def _check_vocabulary(config: Config) -> None:
             f"{key} with {other}: pipelines of unequal depth would hold different parts of the vocabulary, which is "
             'not built; set "tensor"'
         )
-    if planner.placement == "replicated":
-        raise ConfigError(f'{key} with planner.placement = "replicated", a baseline without it; set "tensor"')
     if how == "search" and (planner.partition != "search" or planner.placement not in ("spread", "search")):
         name = "partition" if planner.partition != "search" else "placement"
         raise ConfigError(
@@ -442,7 +440,7 @@ def load(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
 
     Args:
         path: a file, or a bare name that is looked up in the folder `configs` of the working
-            directory and of the source tree.
+            directory and of the package.
         overrides: `--section.key=value` or `section.key=value`, the value in TOML syntax (a string
             may be left unquoted).
     Raises: ConfigError: with file, dotted key, value, rule and what to change.
@@ -477,7 +475,7 @@ def find_file(path: str | Path) -> Path:
         return direct
     if os.path.isdir(direct):
         raise ConfigError(f"config file {shown(str(path))} is a folder; name a file in it")
-    folders = [Path("configs"), Path(__file__).resolve().parents[2] / "configs"]
+    folders = [Path("configs"), Path(__file__).resolve().parents[1] / "configs"]
     if direct.parent == Path("."):
         for folder in folders:
             if os.path.isfile(folder / direct):

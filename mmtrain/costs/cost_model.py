@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
-from mmtrain.config.planner import PlannerConfig
+from mmtrain.config.planner import DeviceConfig, PlannerConfig
 from mmtrain.costs.noise import EXACT, Noise
 from mmtrain.costs.overheads import NO_OVERHEADS, Overheads
 from mmtrain.schedule.problem import P2P
@@ -50,7 +50,7 @@ class HostCopy:
     """Copies run during compute (a GPU's copy engine), and cost time only if they take longer than it."""
 
 
-PCIE = HostCopy(bytes_per_s=PlannerConfig().host_bytes_per_s)
+PCIE = HostCopy(bytes_per_s=DeviceConfig().host_bytes_per_s)
 """The default where no measurement or profile is given."""
 
 
@@ -165,10 +165,10 @@ class FlopsCosts(ExchangesUnknown):
     def of(cls, section: PlannerConfig, shares: int = 1) -> "FlopsCosts":
         """The nominal device of a `[planner]` section."""
         return cls(
-            flops_per_s=section.flops_per_s,
-            p2p=P2P(latency_s=section.p2p_latency_s, bytes_per_s=section.p2p_bytes_per_s),
-            host_copy=HostCopy(bytes_per_s=section.host_bytes_per_s),
-            noise=Noise.uniform(section.noise),
+            flops_per_s=section.device.flops_per_s,
+            p2p=P2P(latency_s=section.device.p2p_latency_s, bytes_per_s=section.device.p2p_bytes_per_s),
+            host_copy=HostCopy(bytes_per_s=section.device.host_bytes_per_s),
+            noise=Noise.uniform(section.search.noise),
             shares=shares,
         )
 

@@ -10,7 +10,7 @@ from mmtrain.data.record_parts import placeholder
 from mmtrain.data.tokenizer import PROBE, content_form, one_part
 from mmtrain.errors import MMTrainError
 
-Part = dict[str, Any]
+ChatPart = dict[str, Any]
 """`type`, and for a text `text`."""
 
 
@@ -127,7 +127,7 @@ class ChatTemplate:
             placeholders=re.compile(rf"(\\?)({'|'.join(marks) or '(?!)'})"),
         )
 
-    def parts(self, text: str) -> Iterator[Part]:
+    def parts(self, text: str) -> Iterator[ChatPart]:
         """A text of a record as parts, cut at its placeholders.
 
         A line break between a placeholder and the text behind it is left out where the template writes one there; one
@@ -146,7 +146,7 @@ class ChatTemplate:
             begin += kind in self.breaks and text.startswith("\n", begin)
         yield from _text(before + text[begin:])
 
-    def content(self, role: str, parts: list[Part]) -> Any:
+    def content(self, role: str, parts: list[ChatPart]) -> Any:
         """The content of a message. Args: parts: of it."""
         if any(part["type"] != "text" for part in parts) or (len(parts) > 1 and self.forms[role] is one_part):
             return parts
@@ -163,7 +163,7 @@ def _rendered(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) ->
         return None
 
 
-def _text(text: str) -> Iterator[Part]:
+def _text(text: str) -> Iterator[ChatPart]:
     if text:
         yield {"type": "text", "text": text}
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mmtrain.config.config import Config
-from mmtrain.data.clip_samples import Clips
+from mmtrain.data.clip_samples import VideoSamples
 from mmtrain.data.packing import LoaderState
 from mmtrain.data.tokenizer import job_tokenizer
 from mmtrain.data.toy.shape_clips import EASY_BUCKET
@@ -102,7 +102,7 @@ def held_out_prompts(config: Config) -> ClipPrompts:
 
 def _captions(config: Config, most: int) -> list[str]:
     """The first captions that differ, and fit `training.seq_len`."""
-    clips, found = Clips(config, config.data.validation_split), dict[str, None]()
+    clips, found = VideoSamples(config, config.data.validation_split), dict[str, None]()
     known = [count for count in clips.sources.num_samples if count is not None]
     for number in range(min([_READ * most, *(len(clips.sources.num_samples) * count for count in known)])):
         try:

@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from mmtrain.config.data import DataConfig
-from mmtrain.data.frames import Frames, array_file, open_frames
+from mmtrain.data.frames import VideoFrames, array_file, open_frames
 from mmtrain.data.media import RawVideo, check_length
 from mmtrain.data.record_keys import UnreadKeys
 from mmtrain.data.video_records import VideoRecord
@@ -169,7 +169,7 @@ class ClipProcessor:
         values = frames_FHWC.astype(np.float32) / np.float32(127.5) - np.float32(1)
         return torch.from_numpy(np.ascontiguousarray(values.transpose(3, 0, 1, 2)))
 
-    def _frames(self, record: VideoRecord) -> Frames:
+    def _frames(self, record: VideoRecord) -> VideoFrames:
         return open_frames(RawVideo(file=record.video, frames=record.frames), self._data)
 
 

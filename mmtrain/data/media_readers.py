@@ -35,7 +35,7 @@ VISION_MARKERS = ("<|vision_start|>", "<|vision_end|>")
 """Tokens around those of an image or video, as Qwen-VL was trained."""
 
 
-class Items(NamedTuple):
+class PlaceholderItems(NamedTuple):
     """What one placeholder stands for."""
 
     images: tuple[ImageMeta, ...]
@@ -62,7 +62,7 @@ class MediaReader(ABC):
         return ()
 
     @abstractmethod
-    def items(self, raw: Any, meta: ImageMeta) -> Items:
+    def items(self, raw: Any, meta: ImageMeta) -> PlaceholderItems:
         """The sizes, from the header. Args: meta: of an item without size.
 
         Raises: DataError: the header is corrupt, or there is nothing to read.
@@ -92,11 +92,11 @@ class ImageReader(MediaReader):
     def limits(self) -> Sequence[str]:
         return ("data.max_pixels",) if self.geometry.layout == "packed" else ()
 
-    def items(self, raw: RawImage, meta: ImageMeta) -> Items:
+    def items(self, raw: RawImage, meta: ImageMeta) -> PlaceholderItems:
         """The grid of patches."""
         size = header_size(raw.read(self.data.max_media_bytes), self.data.max_decoded_pixels)
         grid = self.geometry.grid(*self._size(raw, size))
-        return Items((replace(meta, grid=grid, num_tokens=self.geometry.num_tokens(grid)),))
+        return PlaceholderItems((replace(meta, grid=grid, num_tokens=self.geometry.num_tokens(grid)),))
 
     def values(self, raw: RawImage, num_items: int) -> Sequence[Tensor]:
         """The pixels."""
@@ -130,7 +130,7 @@ class VideoReader(MediaReader):
     def limits(self) -> Sequence[str]:
         return "data.video_max_frames", "data.video_max_pixels"
 
-    def items(self, raw: RawVideo, meta: ImageMeta) -> Items:
+    def items(self, raw: RawVideo, meta: ImageMeta) -> PlaceholderItems:
         """The video, or each of its patches in time, and times of these."""
         frames, rules = open_frames(raw, self.data), self.rules
         fps = self._fps(raw, frames.fps)
@@ -142,7 +142,7 @@ class VideoReader(MediaReader):
         num_tokens = self.geometry.num_tokens(grid)
         meta = replace(meta, grid=grid, num_tokens=num_tokens, seconds=seconds, time_step=step)
         patches = tuple(replace(meta, frame=frame) for frame in range(len(captions)))
-        return Items(patches or (meta,), captions)
+        return PlaceholderItems(patches or (meta,), captions)
 
     def values(self, raw: RawVideo, num_items: int) -> Sequence[Tensor]:
         """The pixels of sampled frames."""
@@ -179,7 +179,7 @@ class SoundReader(MediaReader):
     rules: SoundRules
     data: DataConfig
 
-    def items(self, raw: RawSound, meta: ImageMeta) -> Items:
+    def items(self, raw: RawSound, meta: ImageMeta) -> PlaceholderItems:
         """The windows of the encoder, in time."""
         sound, rules, items = open_sound(raw, self.data.max_media_bytes), self.rules, list[ImageMeta]()
         for frame, samples in enumerate(rules.windows(rules.resampled(sound.num_samples, sound.rate))):
@@ -188,7 +188,7 @@ class SoundReader(MediaReader):
             items.append(replace(meta, frame=frame, grid=(1, 1, rows), num_tokens=tokens, sound_s=seconds))
         if not items:
             raise DataError(f"its {sound.num_samples} samples are too short for a token; leave it out")
-        return Items(tuple(items))
+        return PlaceholderItems(tuple(items))
 
     def values(self, raw: RawSound, num_items: int) -> Sequence[Tensor]:
         """The spectrogram of each window, which may be that of silence."""

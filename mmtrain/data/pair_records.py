@@ -11,7 +11,7 @@ from typing import Any
 from mmtrain.data.media import RawImage, check_text, raw_image
 from mmtrain.data.record_keys import REFUSED_COLUMNS, check_columns, unread
 from mmtrain.data.record_parts import KINDS, column_values
-from mmtrain.data.sources import Make, RecordKind
+from mmtrain.data.sources import MakeRecord, RecordKind
 from mmtrain.errors import ConfigError, DataError, nearest, shown
 
 CAPTIONS = ("caption", "captions", "text", "txt")
@@ -74,7 +74,7 @@ def _captions(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _recognise(name: str, columns: list[str]) -> Make[PairRecord]:
+def _recognise(name: str, columns: list[str]) -> MakeRecord[PairRecord]:
     for what, known in (("caption", CAPTIONS), ("image", _IMAGES)):
         if not set(known) & set(columns):
             near = nearest(what, columns, cutoff=0.75)

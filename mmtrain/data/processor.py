@@ -22,7 +22,7 @@ from mmtrain.data.chat_renderer import ChatRenderer
 from mmtrain.data.chat_templates import Placeholder
 from mmtrain.data.conversation_records import Record
 from mmtrain.data.media import RawImage, RawMedium
-from mmtrain.data.media_readers import Items, Readers
+from mmtrain.data.media_readers import PlaceholderItems, Readers
 from mmtrain.data.record_parts import num_placeholders, placeholder
 from mmtrain.errors import DataError
 from mmtrain.modality.metadata import DocumentMeta, ImageMeta, sample_name
@@ -155,7 +155,11 @@ class Processor:
         return ids[:count], starts[:count], ends[:count]
 
     def _expanded(
-        self, text: str, spans: list[tuple[int, int]], marks: Sequence[re.Match[str]], measured: Sequence[Items]
+        self,
+        text: str,
+        spans: list[tuple[int, int]],
+        marks: Sequence[re.Match[str]],
+        measured: Sequence[PlaceholderItems],
     ) -> tuple[str, list[tuple[int, int]]]:
         """The text in which each placeholder has a token for each of its items, and the spans.
 
@@ -266,7 +270,7 @@ class Processor:
             of_kinds[kind] = iter(own)
         return [next(of_kinds[kind]) for kind in kinds]
 
-    def _measured(self, where: str, record: Record, index: int) -> Items:
+    def _measured(self, where: str, record: Record, index: int) -> PlaceholderItems:
         """The sizes of an image, video or sound of a record, from its header."""
         raw = record.images[index]
         reader = self.readers.of_kind[raw.kind]

@@ -31,7 +31,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 _END = object()
 
-Make = Callable[[Any, int, str, str], R_co]
+MakeRecord = Callable[[Any, int, str, str], R_co]
 """(row, its index, name of the source in errors, folder of relative paths) -> record; raises DataError."""
 
 
@@ -41,7 +41,7 @@ class RecordKind(Generic[R_co]):
 
     columns: tuple[str, ...]
     """All columns that are read; others are not decoded."""
-    recognise: Callable[[str, list[str]], Make[R_co]]
+    recognise: Callable[[str, list[str]], MakeRecord[R_co]]
     """(name of the source in errors, names of its columns) -> how one of its rows becomes a record; raises ConfigError
     if records cannot be made of them."""
 
@@ -62,7 +62,7 @@ class Source(Protocol[R_co]):
 class IndexedSource(Generic[R_co]):
     """Records of anything that has a length and rows by index."""
 
-    def __init__(self, rows: Any, make: Make[R_co], name: str, folder: str = "") -> None:
+    def __init__(self, rows: Any, make: MakeRecord[R_co], name: str, folder: str = "") -> None:
         self.num_samples: int | None = len(rows)
         self._rows, self._make, self._name, self._folder = rows, make, name, folder
 
@@ -84,7 +84,9 @@ class StreamSource(Generic[R_co]):
     A `DataError` of a stream concerns one record; after any other error its position is unknown.
     """
 
-    def __init__(self, open_at: Callable[[int], Iterator[Any]], make: Make[R_co], name: str, folder: str = "") -> None:
+    def __init__(
+        self, open_at: Callable[[int], Iterator[Any]], make: MakeRecord[R_co], name: str, folder: str = ""
+    ) -> None:
         self.num_samples: int | None = None
         self._open_at, self._make, self._name, self._folder = open_at, make, name, folder
         self._rows: Iterator[Any] | None = None
@@ -221,13 +223,15 @@ _MOST_LAYOUTS = 100
 """Objects at the start of a JSON file among which one must be a record."""
 
 
-def _local(rows: JsonRows | ParquetRows, data: DataConfig, make: Make[R_co], name: str, folder: str) -> Source[R_co]:
+def _local(
+    rows: JsonRows | ParquetRows, data: DataConfig, make: MakeRecord[R_co], name: str, folder: str
+) -> Source[R_co]:
     if data.streaming:
         return StreamSource(lambda i: map(rows.__getitem__, range(i, len(rows))), make, name, folder)
     return IndexedSource(rows, make, name, folder)
 
 
-def _without_nulls(make: Make[R_co]) -> Make[R_co]:
+def _without_nulls(make: MakeRecord[R_co]) -> MakeRecord[R_co]:
     """The same for rows of tables, where a struct has every key that one of them has: null stands for an absent key."""
     return lambda row, index, name, folder: make(
         {column: _present(value) for column, value in row.items()}, index, name, folder

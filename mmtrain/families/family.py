@@ -20,7 +20,7 @@ HALF: Colours = (0.5, 0.5, 0.5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Images:
+class ImageDefaults:
     """What the image processor of an encoder does by default."""
 
     layout: Literal["native", "filled", "fixed", "cropped"]
@@ -98,7 +98,7 @@ class Encoder(Network):
     """Its key with the width of that."""
     pools: str = ""
     """Its key that says whether it has the modules that make it; empty: it always has."""
-    images: Images | None = None
+    images: ImageDefaults | None = None
     """None: it hears."""
     videos: Videos | None = None
     """None: it reads none."""

@@ -55,7 +55,7 @@ def beat_s(silent_s: float) -> float:
     return min(silent_s / 4, 1.0)
 
 
-class Source(Protocol):
+class RoundSource(Protocol):
     """Where nodes ask in rounds."""
 
     def ask(self, node: Node) -> tuple[Node, ...]:
@@ -78,7 +78,9 @@ class Member:
     a time; `left` and `mark_leaving` may be called from anywhere.
     """
 
-    def __init__(self, node: Node, *, local_rank: int, board: Board, source: Source | None, silent_s: float) -> None:
+    def __init__(
+        self, node: Node, *, local_rank: int, board: Board, source: RoundSource | None, silent_s: float
+    ) -> None:
         """Args:
         node: the facts, the same on all of its ranks.
         board: of this start of the node alone.
@@ -232,7 +234,7 @@ class _Answer:
 class _Speaker:
     """What local rank 0 does for its node: it asks, beats, and writes the board."""
 
-    def __init__(self, node: Node, board: Board, source: Source, silent_s: float) -> None:
+    def __init__(self, node: Node, board: Board, source: RoundSource, silent_s: float) -> None:
         self.step: int | None = node.step
         self._node, self._board, self._source, self._silent_s = node, board, source, silent_s
         self._length = 0

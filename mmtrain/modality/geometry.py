@@ -12,7 +12,7 @@ from typing import Any, Literal
 from mmtrain.config.model import ModelConfig, section_of
 from mmtrain.errors import ConfigError, DataError
 from mmtrain.families.catalogue import ENCODERS
-from mmtrain.families.family import Images, named
+from mmtrain.families.family import ImageDefaults, named
 from mmtrain.families.shapes import single_size
 from mmtrain.spec.model_configs import encoder_config
 from mmtrain.spec.vision_shapes import vision_shape
@@ -248,7 +248,7 @@ def image_geometry(
 
 
 def _native(
-    values: Mapping[str, Any], images: Images, section: str, merge: int, min_pixels: int, max_pixels: int
+    values: Mapping[str, Any], images: ImageDefaults, section: str, merge: int, min_pixels: int, max_pixels: int
 ) -> ImageGeometry:
     """Images that keep their size within limits of the area. Args: as of `image_geometry`."""
     patch = single_size(section, "patch_size", values["patch_size"])

@@ -70,7 +70,7 @@ class ClipShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bins:
+class TypicalSizes:
     """The sizes for a workload: microbatches of one step on one model replica, and tokens of an image or clip."""
 
     num_microbatches: int
@@ -92,7 +92,7 @@ class Bins:
     """Of pairs: whether captions are padded to seq_len tokens."""
 
     @classmethod
-    def of(cls, config: Config, image_side: int = 0) -> "Bins":
+    def of(cls, config: Config, image_side: int = 0) -> "TypicalSizes":
         """The bins of one replica of a job, for square images or clips.
 
         Args: image_side: pixels along a side; 0: `IMAGE_SIDE`, for clips `CLIP_SIDE`. Images are then resized by the
@@ -124,7 +124,7 @@ class Bins:
         return replace(bins, grid=grid, image_tokens=tokens, with_image=others)
 
     @classmethod
-    def typical(cls, config: Config) -> "Bins":
+    def typical(cls, config: Config) -> "TypicalSizes":
         """The bins of one replica of a job with images or clips of typical size.
 
         Images have the side of `typical_side`; there are no images if not even one fits with a token of text. Clips
@@ -139,7 +139,7 @@ class Bins:
         return cls.of(config, side) if fits else cls._without_images(config)
 
     @classmethod
-    def _without_images(cls, config: Config) -> "Bins":
+    def _without_images(cls, config: Config) -> "TypicalSizes":
         training = config.training
         num_microbatches = training.global_batch_size // config.parallelism.layout.dp
         return cls(num_microbatches=num_microbatches, seq_len=training.seq_len, grid=None)

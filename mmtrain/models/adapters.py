@@ -235,7 +235,7 @@ class MaskedVision(VisionAdapter):
         return block(x_RD[None], context)[0]
 
 
-class Decoder(Adapter):
+class LanguageDecoder(Adapter):
     """A decoder-only language model with its head."""
 
     reader = "AutoModelForCausalLM"
@@ -274,7 +274,7 @@ class Decoder(Adapter):
             module.lm_head.weight = module.model.embed_tokens.weight
 
 
-class TextTower(Decoder):
+class TextTower(LanguageDecoder):
     """A tower of texts, with the projection of the embedding of each."""
 
     def __init__(self, classes: Classes, reader: str, projection: str, table: TensorTable) -> None:
@@ -303,7 +303,7 @@ class TextTower(Decoder):
         return x_tP
 
 
-class TextPart(Decoder):
+class TextPart(LanguageDecoder):
     """The language model of a whole model, with the head that the whole one gives it."""
 
     reader = "AutoModel"
@@ -321,9 +321,9 @@ def vision_adapter(model_type: str) -> VisionAdapter:
 
 
 @cache
-def decoder(model_type: str) -> Decoder:
+def decoder(model_type: str) -> LanguageDecoder:
     """The adapter of a language model."""
-    adapter: Decoder = adapters_of(model_type).ADAPTERS[model_type](TABLES[model_type])
+    adapter: LanguageDecoder = adapters_of(model_type).ADAPTERS[model_type](TABLES[model_type])
     return adapter
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from mmtrain.config.model import EncoderConfig, LanguageConfig, ModelConfig, projector_name, section_of
 from mmtrain.errors import ConfigError, DataError
 from mmtrain.families.shapes import LanguageShape, VisionShape
-from mmtrain.models.adapters import Decoder, VisionAdapter, check_grids
+from mmtrain.models.adapters import LanguageDecoder, VisionAdapter, check_grids
 from mmtrain.models.attention.context import AttentionChoices, AttentionContext, Gather
 from mmtrain.models.fused_qkv import reorder_output
 from mmtrain.models.loss import LOSSES, CrossEntropy, LossOutput, VocabularySharding, WholeVocabulary
@@ -257,7 +257,7 @@ class VisionChunk(Chunk):
         return x.new_zeros(0, width, dtype=dtype) + x.sum().to(dtype)
 
 
-def train_language(chunk: Chunk, language: nn.Module, model: ModelConfig, adapter: Decoder) -> None:
+def train_language(chunk: Chunk, language: nn.Module, model: ModelConfig, adapter: LanguageDecoder) -> None:
     """Sets which parameters of a chunk's part of the language model train, and adds adapters; on the meta device."""
     trained = chosen_blocks(model, "language")
     set_trainable(language, model.language.trainable, blocks=adapter.blocks, trained=trained)
@@ -296,7 +296,7 @@ class LanguageChunk(Chunk):
         self,
         model: ModelConfig,
         shape: LanguageShape,
-        adapter: Decoder,
+        adapter: LanguageDecoder,
         spec: ModelSpec,
         layers: tuple[int, int],
     ) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mmtrain.config.model import ModelConfig
 from mmtrain.families.shapes import LanguageShape
-from mmtrain.models.adapters import Decoder
+from mmtrain.models.adapters import LanguageDecoder
 from mmtrain.models.chunk import Chunk, train_language
 from mmtrain.models.loss import LOSSES, LossOutput
 from mmtrain.models.scores import JOINED, TokenShards, head_columns
@@ -39,7 +39,7 @@ class VocabularyPart(Chunk):
         self,
         model: ModelConfig,
         shape: LanguageShape,
-        adapter: Decoder,
+        adapter: LanguageDecoder,
         spec: ModelSpec,
         module: str,
     ) -> None:

@@ -83,7 +83,7 @@ def start_lines(
     if not config.checkpoint.enable:
         lines.append("no checkpoints (checkpoint.enable = false): this run leaves no model and cannot be continued")
     section = config.planner
-    if device != "cpu" and section.enable and not (section.memory_limit or section.activation_memory_gib):
+    if device != "cpu" and section.enable and not (section.memory_limit or section.search.activation_memory_gib):
         lines.append(
             "planner: no limit of memory, so a searched plan may hold more than a device has; set "
             'planner.memory_limit, such as "90%"'

@@ -106,18 +106,18 @@ class Metrics:
         """The same for maxima."""
         return self._reduction(dist.ReduceOp.MAX, others).run()
 
-    def sums(self, **others: float | Tensor) -> "Reduction":
+    def sums(self, **others: float | Tensor) -> "MetricReduction":
         """What `reduce` shares, as a value that is reduced later."""
         return self._reduction(dist.ReduceOp.SUM, others)
 
-    def _reduction(self, operation: dist.ReduceOp.RedOpType, others: dict[str, float | Tensor]) -> "Reduction":
+    def _reduction(self, operation: dist.ReduceOp.RedOpType, others: dict[str, float | Tensor]) -> "MetricReduction":
         is_max = operation == dist.ReduceOp.MAX
         due = [key for key in self._local if (self._metric(key[0]).reduce is Reduce.MAX) == is_max]
         self._local = [key for key in self._local if key not in due]
         rows = [torch.tensor(self._parts(*key), dtype=torch.float64) for key in due]
         rows += [torch.as_tensor(value, dtype=torch.float64) for value in others.values()]
         flat = torch.cat([row.flatten() for row in rows]) if rows else torch.empty(0, dtype=torch.float64)
-        return Reduction(self, operation, tuple(due), tuple(others), tuple(row.shape for row in rows), flat)
+        return MetricReduction(self, operation, tuple(due), tuple(others), tuple(row.shape for row in rows), flat)
 
     def _parts(self, name: str, of: str) -> list[float]:
         """What this rank adds to the reduction of a value."""
@@ -157,7 +157,7 @@ class Metrics:
 
 
 @dataclass(frozen=True, slots=True)
-class Reduction:
+class MetricReduction:
     """Values of a step on their way over all ranks. It can be completed by the result that another rank has."""
 
     _metrics: Metrics

@@ -18,7 +18,7 @@ Mark = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class RankReport:
     """What a rank tells."""
 
     node: str
@@ -45,7 +45,7 @@ class Report:
         return asdict(self)
 
     @classmethod
-    def parse(cls, raw: Any) -> "Report":
+    def parse(cls, raw: Any) -> "RankReport":
         """The inverse of `to_dict`. Raises: TrainingError: it is none."""
         try:
             if set(raw) != set(cls.__slots__):
@@ -94,7 +94,7 @@ class Agreement:
         return self.marks[0][1] if self.marks else ()
 
 
-def agree(reports: Sequence[Report]) -> Agreement:
+def agree(reports: Sequence[RankReport]) -> Agreement:
     """What the ranks of a generation do. Args: [rank] -> its report."""
     known = {_totals_of(one) for one in reports} - {None}
     proven = max((one.reached for one in reports if one.reached in known and one.reached is not None), default=None)
@@ -112,12 +112,12 @@ def agree(reports: Sequence[Report]) -> Agreement:
     )
 
 
-def _totals_of(one: Report) -> Mark | None:
+def _totals_of(one: RankReport) -> Mark | None:
     """The step of which a rank knows the totals."""
     return (one.reached or one.mark) if one.has_totals else None
 
 
-def differing_inputs(reports: Sequence[Report], holders: Sequence[int]) -> Mapping[str, str]:
+def differing_inputs(reports: Sequence[RankReport], holders: Sequence[int]) -> Mapping[str, str]:
     """Node without the state -> a subject in which it differs from those with it: it cannot take part."""
     wanted = dict(subject for rank in holders for subject in reports[rank].inputs)
     return {

@@ -24,7 +24,7 @@ from mmtrain.models.loss import Loss
 from mmtrain.parallel.feed import StepFeed
 from mmtrain.parallel.feeds.inputs import StepInputs
 from mmtrain.parallel.grads import fill_missing_grads, squared_norm
-from mmtrain.parallel.placement import Placement
+from mmtrain.parallel.placement import JobPlacement
 from mmtrain.parallel.planning import PendingPlan
 from mmtrain.parallel.replica_data import Item
 from mmtrain.parallel.runtime import StepOutcome
@@ -62,7 +62,7 @@ class BatchRunner:
 
     training: TrainingConfig
     job: Job
-    placement: Placement
+    placement: JobPlacement
     loss: Loss
     """That the model is trained with."""
     want_losses: bool

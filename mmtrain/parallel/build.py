@@ -17,7 +17,7 @@ from mmtrain.models.chunk import TIED_NAMES, Chunk
 from mmtrain.models.initialise import init_weights
 from mmtrain.models.pretrained import load_pretrained
 from mmtrain.parallel.activation_memory import ActivationMemory
-from mmtrain.parallel.fill import Local, fill_chunk
+from mmtrain.parallel.fill import LocalPart, fill_chunk
 from mmtrain.parallel.fsdp import DTYPES, apply_fsdp
 from mmtrain.parallel.layer_sums import LayerSums
 from mmtrain.parallel.mesh import Mesh
@@ -59,7 +59,7 @@ def build_local_model(
     seed: int,
     regathered: Collection[str] = (),
     recompute: ActivationCheckpointConfig | None = None,
-    local: Local | None = None,
+    local: LocalPart | None = None,
 ) -> LocalModel:
     """Builds this rank's chunks, in a fixed order: meta -> memory -> random or stored weights -> TP -> the switch
     of the activations of blocks -> FSDP2. Collective over the job.
@@ -165,7 +165,7 @@ def _shard(
     training: TrainingConfig,
     *,
     reshard: bool,
-    local: Local | None,
+    local: LocalPart | None,
     aliases: Mapping[str, str],
 ) -> None:
     """Lets FSDP2 shard a chunk, and fills it with what this rank has; arguments as of `build_local_model`."""

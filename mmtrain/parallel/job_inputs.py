@@ -24,7 +24,14 @@ from mmtrain.parallel.alike import Subject
 from mmtrain.schedule.library.catalogue import Schedule
 from mmtrain.spec.hub_files import cached_folder, local_path
 
-MAY_DIFFER = ("job.description", "job.dump_folder", "data.num_workers", "data.prefetch", "planner.threads", "metrics.")
+MAY_DIFFER = (
+    "job.description",
+    "job.dump_folder",
+    "data.num_workers",
+    "data.prefetch",
+    "planner.search.threads",
+    "metrics.",
+)
 """Beginnings of the keys of the config that each node may have for itself; `check_shared` is about job.dump_folder."""
 
 _PACKAGES = (

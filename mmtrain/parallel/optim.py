@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from mmtrain.config.optimizer import LRSchedulerConfig, OptimizerConfig, OptimizerGroup
 from mmtrain.errors import ConfigError
 from mmtrain.models.trainable import part_of
-from mmtrain.parallel.fill import Local, new_part, stored_as
+from mmtrain.parallel.fill import LocalPart, new_part, stored_as
 from mmtrain.parallel.grads import local_part
 from mmtrain.parallel.titan import FrozenAwareOptimizers, ParamGroupConfig, init_optim_state
 from mmtrain.parallel.torch_private import raw_part
@@ -107,7 +107,7 @@ class LocalOptimizers(FrozenAwareOptimizers):
                 stored = state_dict[f"state.{name}.{key}"]
                 values[key] = (stored if parameter.dtype != self._moments else values[key]).to(self._moments)
 
-    def fill(self, local: Local, aliases: Mapping[str, str], first: Mapping[str, int]) -> None:
+    def fill(self, local: LocalPart, aliases: Mapping[str, str], first: Mapping[str, int]) -> None:
         """Gives memory to all moments and averages, whose values are undefined where this rank has none.
 
         Args:

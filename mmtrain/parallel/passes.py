@@ -31,7 +31,7 @@ Fill = Callable[[bool], None]
 """Computes while an exchange is under way. Args: whether another exchange follows at once, and needs compute, too."""
 
 
-class Shared(Protocol):
+class SharedPassState(Protocol):
     """Something that both passes of a block use, each with a state of its own."""
 
     pass_state: Any
@@ -57,7 +57,7 @@ class Pass:
         """Whether it waits for the first of two exchanges."""
         self._states: list[Any] = []
         """Of what both passes use, while the other pass runs."""
-        self._shared: Sequence[Shared] = ()
+        self._shared: Sequence[SharedPassState] = ()
         self._stopped = False
 
     def exchange(self, work: dist.Work, scatters: bool) -> None:
@@ -146,7 +146,7 @@ class Block:
         start = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "mmtrain-pass", start)
 
-    def run(self, first: Callable[[], None], second: Callable[[], None], shared: Sequence[Shared]) -> None:
+    def run(self, first: Callable[[], None], second: Callable[[], None], shared: Sequence[SharedPassState]) -> None:
         """Runs two passes in turns, the first of them in this thread. Args: shared: what both may use."""
         global _current
         outer = _current

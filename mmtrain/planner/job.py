@@ -43,7 +43,7 @@ class Job:
     """The cp and tp ranks of a stage, which divide each work."""
     activation_limits: tuple[float | None, ...] | None = None
     """[pp_rank] -> bytes that activations may take, as far as the config alone tells; None: as
-    planner.activation_memory_gib says."""
+    planner.search.activation_memory_gib says."""
     check_plans: bool = False
     """Also prove every program free of deadlock under each transport model."""
     partition_summary: str = ""

@@ -9,7 +9,7 @@ def job_schedule(config: Config) -> Schedule:
     """The schedule of a job, which may be from a file. Errors: as of `schedule_of`."""
     section = config.parallelism
     schedule = schedule_of(section.pipeline_parallel_schedule, section.pipeline_parallel_degree)
-    schedule = schedule.eager(config.planner.eager_forwards)
+    schedule = schedule.eager(config.planner.search.eager_forwards)
     if section.separate_gradients:
         schedule = schedule.separated()
-    return schedule.braided() if config.planner.braid else schedule
+    return schedule.braided() if config.planner.search.braid else schedule

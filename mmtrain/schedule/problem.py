@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from mmtrain.errors import PlanError
 from mmtrain.schedule.action import BRAID, COMPUTE, Action, Kind
-from mmtrain.schedule.graph import Edge, Instruction, Link, ModuleStages, Work, WorkGraph
+from mmtrain.schedule.graph import Edge, InstructionNode, Link, ModuleStages, Work, WorkGraph
 from mmtrain.schedule.io import instruction_json
 from mmtrain.schedule.io.strict_json import (
     fields,
@@ -122,7 +122,7 @@ class PlanningProblem:
         output_bytes: Iterable[Sequence[float]],
         p2p: P2P,
         memory_limit_bytes: Sequence[float | None] | None = None,
-        instructions: Iterable[Instruction] = (),
+        instructions: Iterable[InstructionNode] = (),
     ) -> "PlanningProblem":
         """The problem whose graph takes its backward flags from the options.
 

@@ -68,16 +68,11 @@ def choose_partition(config: Config, spec: ModelSpec, costs: CostModel, sub_micr
             'other still needs; set "step", or choose a schedule without braids'
         )
     placement = config.planner.placement
-    if placement not in ("spread", "replicated") and schedule.placement == "v":
+    if placement != "spread" and schedule.placement == "v":
         raise ConfigError(
             f'planner.placement = "{placement}" with parallelism.pipeline_parallel_schedule = '
             f'"{config.parallelism.pipeline_parallel_schedule}", which goes down all pipeline ranks and back up in '
             'every module; choose another schedule, or set "spread"'
-        )
-    if placement == "replicated":
-        raise ConfigError(
-            'planner.placement = "replicated", in which every rank of the language model runs all encoders again, is a '
-            'baseline of `mmtrain simulate` alone; set "spread", "parallel", "colocated" or "search"'
         )
     if placement == "parallel" or placement == "colocated":
         weights = cuts.placing_weights(config, spec, costs, sub_microbatch)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from mmtrain.config.topology import Coordinates
-from mmtrain.costs.machine import Network
+from mmtrain.costs.machine import RankNetwork
 from mmtrain.costs.operators.graph import OpKind
 from mmtrain.planner.memory.rank_state import Sharding
 from mmtrain.planner.partition.partition import Partition
@@ -44,7 +44,7 @@ class PipelineSums:
 
     @classmethod
     def of(
-        cls, partitions: Sequence[Partition], spec: ModelSpec, sharding: Sharding, network: Network
+        cls, partitions: Sequence[Partition], spec: ModelSpec, sharding: Sharding, network: RankNetwork
     ) -> "PipelineSums":
         """The sums of a job. Args: partitions: [pipeline]."""
         messages = _messages(partitions, spec, sharding)

@@ -33,7 +33,7 @@ from mmtrain.observe.membership_event import MembershipEvent
 from mmtrain.observe.observer import Observer
 from mmtrain.observe.run_record import RunRecord, log_nothing_left, owned_by_rank_zero
 from mmtrain.observe.step_memory import DeviceMemory
-from mmtrain.parallel.agreement import Agreement, Report, agree, differing_inputs
+from mmtrain.parallel.agreement import Agreement, RankReport, agree, differing_inputs
 from mmtrain.parallel.alike import Subject, check_alike
 from mmtrain.parallel.generation import Generation
 from mmtrain.parallel.job_inputs import node_inputs
@@ -155,7 +155,7 @@ class ElasticJob:
         self._change.begin("agree")
         inputs = [(one.name, one.digest) for one in self._subjects if not one.partial]
         own = state.report(self.member.name, self.member.ranks, inputs)
-        reports = [Report.parse(raw) for raw in group.gather(own.to_dict())]
+        reports = [RankReport.parse(raw) for raw in group.gather(own.to_dict())]
         agreed = agree(reports)
         self._check_inputs(group, reports, agreed)
         state.memory = DeviceMemory(
@@ -204,7 +204,7 @@ class ElasticJob:
         )
         return self._generation
 
-    def _check_inputs(self, group: Generation, reports: Sequence[Report], agreed: Agreement) -> None:
+    def _check_inputs(self, group: Generation, reports: Sequence[RankReport], agreed: Agreement) -> None:
         """Refuses ranks that differ from those with the state; without a state, any that differ from each other.
 
         Raises: ConfigError: this rank differs. RankLostError: others do, without which the job goes on.
@@ -245,7 +245,13 @@ class ElasticJob:
     # ---------------------------------------------------------------------------------------------- steps
 
     def _train(
-        self, group: Generation, event: MembershipEvent, reports: Sequence[Report], source: Told | None, *, ends: str
+        self,
+        group: Generation,
+        event: MembershipEvent,
+        reports: Sequence[RankReport],
+        source: Told | None,
+        *,
+        ends: str,
     ) -> Membership | None:
         """The steps of a generation; the next membership, or None at the end.
 
@@ -282,7 +288,7 @@ class ElasticJob:
         self._part(group, membership)
         return membership
 
-    def _steps(self, group: Generation, reports: Sequence[Report], claim: Claim | None) -> Membership | None:
+    def _steps(self, group: Generation, reports: Sequence[RankReport], claim: Claim | None) -> Membership | None:
         trainer, marks, member = self.state.trainer, self.state.marks, self.member
         marks.training, steps = group.number, trainer.config.training.steps
         end = "saves and ends" if trainer.checkpointer else "ends"
@@ -313,7 +319,7 @@ class ElasticJob:
         trainer.log_end()
         return None
 
-    def _wait(self, group: Generation, reports: Sequence[Report], *, ends: bool) -> Membership | None:
+    def _wait(self, group: Generation, reports: Sequence[RankReport], *, ends: bool) -> Membership | None:
         """A node without a place asks as the others do, to their last step. Args: ends: the others make no step."""
         for step in range(self.state.step + 1, 0 if ends else self.config.training.steps + 1):
             if self._stops.number:
@@ -336,7 +342,7 @@ class ElasticJob:
                 self.member.mark_leaving()
         return self.member.next()
 
-    def _ends_here(self, group: Generation, membership: Membership, reports: Sequence[Report]) -> bool:
+    def _ends_here(self, group: Generation, membership: Membership, reports: Sequence[RankReport]) -> bool:
         """Whether the job ends before a change, since its nodes leave; it is saved then."""
         if membership.names != group.membership.names or len(staying(membership)) == len(membership.names):
             return False

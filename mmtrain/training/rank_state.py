@@ -24,7 +24,7 @@ from mmtrain.observe.log_file import setup_logging
 from mmtrain.observe.observer import Observer
 from mmtrain.observe.run_record import log_nothing_left
 from mmtrain.observe.step_memory import DeviceMemory
-from mmtrain.parallel.agreement import Agreement, Report
+from mmtrain.parallel.agreement import Agreement, RankReport
 from mmtrain.parallel.collectives import on_rank_zero
 from mmtrain.parallel.generation import Generation
 from mmtrain.parallel.mesh import backend_of
@@ -76,13 +76,13 @@ class RankState:
 
     # ------------------------------------------------------------------------------------------- telling
 
-    def report(self, node: str, ranks: int, inputs: Iterable[tuple[str, str]]) -> Report:
+    def report(self, node: str, ranks: int, inputs: Iterable[tuple[str, str]]) -> RankReport:
         """What this rank tells all others. Args: node: its name; ranks: of the node; inputs: (subject, digest)."""
         memory = self.memory or DeviceMemory.own(self.device, ranks)
         trainer, marks = self._trainer, self.marks
         reached = trainer.reached if trainer else None
         totals = reached.totals if reached else trainer.totals if trainer else None
-        return Report(
+        return RankReport(
             node=node,
             mark=marks.state,
             reached=(marks.training, reached.step) if reached else None,

@@ -82,7 +82,7 @@ def test_the_sizes_of_images_are_those_of_the_models_own_processor_unless_data_s
         ("cpu", [], False),
         ("cuda", ["--planner.enable=false"], False),
         ("cuda", ["--planner.memory_limit=90%"], False),
-        ("cuda", ["--planner.activation_memory_gib=1"], False),
+        ("cuda", ["--planner.search.activation_memory_gib=1"], False),
     ],
 )
 def test_a_search_without_a_limit_on_an_accelerator_is_named(device, overrides, said):

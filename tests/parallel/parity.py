@@ -36,7 +36,7 @@ from mmtrain.planner.partition.partition import partition
 from mmtrain.planner.search.search import search
 from mmtrain.planner.search.search_options import SearchOptions
 from mmtrain.schedule.action import BRAID, Braid, Kind
-from mmtrain.schedule.library.catalogue import CATALOGUE, Placement, Schedule
+from mmtrain.schedule.library.catalogue import CATALOGUE, ChunkPlacement, Schedule
 from mmtrain.schedule.passes.lower import lower
 from mmtrain.schedule.passes.split import split_backwards
 from mmtrain.schedule.plan import Plan
@@ -80,7 +80,7 @@ class Case:
     runs: tuple[tuple, ...] = (("interleave", 1),)
     """(schedule, images in a vision work) of each step; the schedule `searched` is a short search. With a third entry,
     backwards are split, and W comes that many actions after I; with a fourth, every so many backwards only."""
-    placement: Placement = "loop"
+    placement: ChunkPlacement = "loop"
     partition: str = ""
     """How the config says that modules are cut; empty: by DIP's rule where the model leaves it open."""
     placed: str = ""

@@ -79,7 +79,8 @@ def run(rank: int, path: Path, overrides: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "extra", [layout(shard=2), [*layout(pp=2, replicate=2), "planner.enable=true", "planner.budget_evaluations=30"]]
+    "extra",
+    [layout(shard=2), [*layout(pp=2, replicate=2), "planner.enable=true", "planner.search.budget_evaluations=30"]],
 )
 def test_jobs_count_and_train_as_one_process(tmp_path, charts, extra):
     found = {}

@@ -70,7 +70,7 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class ProductShape:
     """The sizes of a product, on which a device's efficiency depends.
 
     For a matrix product: [m, k] x [k, n]. For attention: m queries, n attended pairs over all queries, k the width of a
@@ -113,7 +113,7 @@ class Operator:
     """Read from and written to the device's memory."""
     net_bytes: Rates = ZERO_RATES
     """Sent by each rank."""
-    shape: Shape | None = None
+    shape: ProductShape | None = None
     """Sizes of a product; None: it runs at the full rate of its kind."""
     launches: int = 1
     """Kernels or messages, each of which has a fixed cost."""

@@ -40,7 +40,7 @@ class Efficiency:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class DeviceLink:
     """A link between two accelerators, or between one and its host."""
 
     bytes_per_s: float
@@ -81,7 +81,7 @@ class Hardware:
     gpus_per_node: int
     launch_s: float
     """Fixed seconds of a kernel on the device's queue."""
-    links: Mapping[DeviceKind, Link]
+    links: Mapping[DeviceKind, DeviceLink]
     """nvlink, network and pcie."""
     tiles: Tiles
     efficiency: Mapping[str, Efficiency] = field(default_factory=dict)
@@ -165,7 +165,9 @@ def _hardware(table: dict[str, Any], path: Path) -> Hardware:
         {"name": path.stem, **table},
         where,
         compute=DeviceKind(compute),
-        links={DeviceKind(key): _from_table(Link, value, f"{where}: links.{key}") for key, value in links.items()},
+        links={
+            DeviceKind(key): _from_table(DeviceLink, value, f"{where}: links.{key}") for key, value in links.items()
+        },
         tiles=tiles,
         overheads=overheads,
         efficiency=_efficiencies(efficiency, f"{where}: efficiency"),

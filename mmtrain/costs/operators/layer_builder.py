@@ -21,8 +21,8 @@ from mmtrain.costs.operators.modules import (
 )
 from mmtrain.costs.operators.tape import Tape, Var
 from mmtrain.spec.layer import Division, LayerSpec
-from mmtrain.spec.linears import Linear as NamedLinear
-from mmtrain.spec.modules import Projection, Shape
+from mmtrain.spec.linears import LinearLayer as NamedLinear
+from mmtrain.spec.modules import ModuleShape, Projection
 from mmtrain.spec.work_size import Rates
 
 PROJECTOR_LINEARS = ("fc1", "fc2")
@@ -45,7 +45,7 @@ class LinkedDivision(Division):
 class DescribedModule:
     """What the operators of a module's layers follow from, in addition to the layer."""
 
-    shape: Shape
+    shape: ModuleShape
     division: LinkedDivision = field(default_factory=LinkedDivision)
     dtype_bytes: int = 2
     compute: DeviceKind = DeviceKind.GPU

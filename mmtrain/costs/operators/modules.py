@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from mmtrain.costs.operators.graph import OpKind, Phase, Shape
+from mmtrain.costs.operators.graph import OpKind, Phase, ProductShape
 from mmtrain.costs.operators.tape import Gradients, Parameter, Var
 from mmtrain.spec.work_size import Rates
 
@@ -247,7 +247,7 @@ class Attention:
         result = tape.var(self.name, rows=query.rows, columns=query.columns, needs_grad=needs_grad)
         flops = self.pairs * (4 * query.columns)
         read = sum((x.num_bytes for x in operands), Rates())
-        shape = Shape(m=query.rows, n=self.pairs, k=Rates(fixed=self.head_dim))
+        shape = ProductShape(m=query.rows, n=self.pairs, k=Rates(fixed=self.head_dim))
         tensors = tuple(x.tensor for x in operands)
         tape.op(
             self.name,

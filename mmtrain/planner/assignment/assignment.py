@@ -68,7 +68,7 @@ def language_samples(microbatches: Sequence[AssignedMicrobatch]) -> tuple[tuple[
     return tuple(of_language)
 
 
-Judge = Callable[[int, Sequence[AssignedMicrobatch]], float]
+MakespanOf = Callable[[int, Sequence[AssignedMicrobatch]], float]
 """(replica, its microbatches) -> its makespan, in any unit."""
 Dealt = tuple[tuple[int, ...], ...]
 """[replica] -> its microbatches of the step, ascending; every one has at least one."""

@@ -256,7 +256,7 @@ def settings_of(config: Config, source: str = "") -> dict[str, str | int]:
         "source": source or config.data.description,
         "training.seq_len": config.training.seq_len,
         "activation_checkpoint.mode": config.activation_checkpoint.mode,
-        "costs": config.planner.profile or config.planner.hardware.partition("x")[0] or "planner.flops_per_s",
+        "costs": config.planner.profile or config.planner.hardware.partition("x")[0] or "planner.device.flops_per_s",
     }
 
 

@@ -51,7 +51,9 @@ class StepAssigner:
             return None
         section, dealer = config.planner, Dealer.of(config, jobs)
         if section.memory_limit and jobs[0].activation_limits is None:  # of a device that other processes may not have
-            section = replace(section, memory_limit="", split_backward=False)  # Ws that wait would hold too much
+            section = replace(section, memory_limit="").with_search(
+                split_backward=False
+            )  # Ws that wait would hold too much
         return cls(
             section=config.assignment,
             planners=tuple(IterationPlanner(replace(job, section=section)) for job in (jobs if dealer else jobs[:1])),
@@ -104,7 +106,7 @@ class StepAssigner:
         planner = self._planner(replica)
         section = planner.job.section
         try:
-            if section.enable and section.interleave:
+            if section.enable and section.search.interleave:
                 options = search_options(section, seed=0, threads=1)
                 options = replace(options, budget_evaluations=JUDGED, budget_s=0.0)
                 return shortest_s(planner.problem(meta, searched=True)[1], options)

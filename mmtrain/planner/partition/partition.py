@@ -21,7 +21,7 @@ from mmtrain.modality.split import split_evenly
 from mmtrain.planner.partition.balance import level_owners
 from mmtrain.planner.partition.pipeline_layout import chunk_bounds
 from mmtrain.schedule.graph import ModuleStages
-from mmtrain.schedule.library.catalogue import Placement
+from mmtrain.schedule.library.catalogue import ChunkPlacement
 from mmtrain.spec.spec import ModelSpec, ModuleSpec
 from mmtrain.spec.work_size import WorkSize
 
@@ -131,7 +131,7 @@ def partition(
     num_ranks: int,
     num_segments: Mapping[str, int],
     sizes: Mapping[str, WorkSize],
-    placement: Placement = "loop",
+    placement: ChunkPlacement = "loop",
     layouts: Mapping[str, str] | None = None,
     placed: Placed = "",
     ranks: Mapping[str, range] | None = None,
@@ -222,7 +222,7 @@ def _cut(
     segments: int,
     by_rule: int,
     *,
-    placement: Placement,
+    placement: ChunkPlacement,
     layout: str,
 ) -> "_Cut":
     """The chunks of a module, and their ranks. Args: segments: K; 0: `by_rule`, limited by the number of layers."""
@@ -295,7 +295,7 @@ def divide_ranks(
     return best[num_ranks][1] if num_ranks in best else None
 
 
-def _ranks(ranks: Sequence[int], passes: int, placement: Placement) -> list[int]:
+def _ranks(ranks: Sequence[int], passes: int, placement: ChunkPlacement) -> list[int]:
     """[chunk] -> its pipeline rank."""
     down = list(ranks)
     return down + down[::-1] if placement == "v" else down * passes
@@ -306,7 +306,7 @@ def mixed_partition(
     num_ranks: int,
     passes: int,
     weights: Mapping[str, Sequence[float]],
-    placement: Placement = "loop",
+    placement: ChunkPlacement = "loop",
 ) -> Partition:
     """The mixed partition: the layers of all modules, in their order, cut as one chain into P x v parts.
 

@@ -27,7 +27,7 @@ from mmtrain.schedule.library.weights import worth_splitting
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import Option, PlanningProblem
 
-Node = tuple[int, int]
+StageWork = tuple[int, int]
 """(stage, work)."""
 
 Priority = tuple[int, int, int]
@@ -54,7 +54,7 @@ class ListScheduler:
         self,
         problem: PlanningProblem,
         limits: Sequence[float],
-        chosen: Mapping[Node, int] | None = None,
+        chosen: Mapping[StageWork, int] | None = None,
         *,
         soft: Collection[int] = (),
     ) -> None:

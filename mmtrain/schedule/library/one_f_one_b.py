@@ -26,7 +26,7 @@ from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.table import Table
 
-Node = tuple[int, int]
+StageWork = tuple[int, int]
 """(stage, work)."""
 
 
@@ -131,25 +131,27 @@ def module_order(graph: WorkGraph) -> list[int]:
     return order
 
 
-def forward_order(graph: WorkGraph, group_size: int = 0) -> list[Node]:
+def forward_order(graph: WorkGraph, group_size: int = 0) -> list[StageWork]:
     """All (stage, work) by group of microbatches (of P; or `group_size`), segment, microbatch and sub-microbatch."""
     nodes = list(graph.nodes())
     before = {n: [(e.source, e.work) for e in graph.inputs(*n)] for n in nodes}
     return _in_groups(graph, before, group_size, 1)
 
 
-def backward_order(graph: WorkGraph, group_size: int = 0) -> list[Node]:
+def backward_order(graph: WorkGraph, group_size: int = 0) -> list[StageWork]:
     """All (stage, work) with a backward by group of microbatches, segment from the last, and microbatch."""
     nodes = [node for node in graph.nodes() if graph.has_backward(*node)]
     before = {n: [(e.target, e.target_work) for e in graph.outputs(*n) if e.grad] for n in nodes}
     return _in_groups(graph, before, group_size, -1)
 
 
-def _in_groups(graph: WorkGraph, before: dict[Node, list[Node]], group_size: int, way: int) -> list[Node]:
+def _in_groups(
+    graph: WorkGraph, before: dict[StageWork, list[StageWork]], group_size: int, way: int
+) -> list[StageWork]:
     """The nodes by group of microbatches, but each after its predecessors. Args: way: 1 forward, -1 backward."""
     segment, group = segments(graph), _groups(graph, group_size)
 
-    def key(node: Node) -> tuple[int, ...]:
+    def key(node: StageWork) -> tuple[int, ...]:
         stage, work = node
         w = graph.works[work]
         position = way * graph.position[stage]

@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 from mmtrain.schedule.action import Action, Braid, Kind
 from mmtrain.schedule.graph import WorkGraph
-from mmtrain.schedule.library.list_schedule import ListScheduler, Node, rank_footprints
+from mmtrain.schedule.library.list_schedule import ListScheduler, StageWork, rank_footprints
 from mmtrain.schedule.library.memory import components
 from mmtrain.schedule.library.one_f_one_b import module_order
 from mmtrain.schedule.library.weights import worth_splitting
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
 
-Template = Callable[[int, int], list[list["Slot"]]]
+SlotTemplate = Callable[[int, int], list[list["Slot"]]]
 """(number of ranks, number of microbatches) -> slots of each rank."""
 
 
@@ -32,7 +32,7 @@ class Slot(NamedTuple):
     """Whether it may run as one block with the forward before it."""
 
 
-def fill(problem: PlanningProblem, template: Template, held: float, *, braided: bool = False) -> Plan:
+def fill(problem: PlanningProblem, template: SlotTemplate, held: float, *, braided: bool = False) -> Plan:
     """The plan of a V-shaped schedule: its template if the modules are one V, else list scheduling within its memory.
 
     On one V (see `v_chunks`) a microbatch of the template is a component of the work graph: in most iterations the
@@ -53,7 +53,7 @@ def fill(problem: PlanningProblem, template: Template, held: float, *, braided: 
         limits = rank_footprints(problem, held)
         return ListScheduler(problem, limits, soft=range(graph.num_ranks)).run(eager=True).plan
     component = components(graph)
-    nodes: dict[tuple[int, int], list[Node]] = {}
+    nodes: dict[tuple[int, int], list[StageWork]] = {}
     for stage, work in graph.nodes():
         nodes.setdefault((chunks[stage], component[work]), []).append((stage, work))
     orders = []
@@ -106,7 +106,7 @@ def _chunks(graph: WorkGraph, modules: Sequence[int]) -> dict[int, int] | None:
     return chunks if in_order and len({*parts}) == len(parts) else None
 
 
-def _actions(problem: PlanningProblem, kind: Kind, nodes: Sequence[Node]) -> list[Action]:
+def _actions(problem: PlanningProblem, kind: Kind, nodes: Sequence[StageWork]) -> list[Action]:
     """The actions of a slot, whose stages may have no backward, or none that is worth splitting."""
     graph = problem.graph
     if kind is Kind.F:

@@ -20,7 +20,7 @@ from mmtrain.schedule.problem import EntryCost, PlanningProblem
 EPSILON = 1e-9
 """Share of a time that is no difference."""
 
-Node = tuple[int, int]
+StageWork = tuple[int, int]
 """(stage, work)."""
 
 
@@ -53,13 +53,13 @@ class _Held(NamedTuple):
 class _Rank:
     """One rank of a plan."""
 
-    def __init__(self, plan: Plan, problem: PlanningProblem, rank: int, options: dict[Node, int]) -> None:
+    def __init__(self, plan: Plan, problem: PlanningProblem, rank: int, options: dict[StageWork, int]) -> None:
         """Args: options: of all nodes; those of this rank change."""
         self._problem, self._options = problem, options
         self._entries = list(zip(plan.orders[rank], plan.works[rank], strict=True))
         self._limit_bytes = problem.memory_limit_bytes[rank]
         first_chunks = {stages[0] for stages in _stages_of_rank(problem, rank) if stages}
-        steps: dict[Node, dict[bool, int]] = {}
+        steps: dict[StageWork, dict[bool, int]] = {}
         for step, action, work in plan.parts[rank]:
             if action.stage in first_chunks and action.kind in (Kind.F, *BACKWARD):
                 steps.setdefault((action.stage, work), {})[action.kind in BACKWARD] = step
@@ -97,7 +97,7 @@ class _Rank:
         self._options[node] = option
         return freed if of.forward < now else 0.0
 
-    def _more(self, node: Node, held: _Held) -> tuple[float, int] | None:
+    def _more(self, node: StageWork, held: _Held) -> tuple[float, int] | None:
         """The option that offloads more at the least seconds for each byte, and these seconds; None: there is none.
 
         Of several such options it is the one that offloads least.

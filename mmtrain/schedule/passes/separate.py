@@ -88,7 +88,7 @@ class _Outcome:
         return min(self, other, key=lambda outcome: sum(map(len, outcome.orders)))
 
 
-Pair = tuple[int, int]
+StageMicrobatch = tuple[int, int]
 """(stage, microbatch)."""
 
 
@@ -102,7 +102,7 @@ class _Step(NamedTuple):
     """Cost of I and of W; None: the entry stays as it is."""
     num_opened: int
     """Number of pairs of which it has the first F."""
-    pairs: tuple[Pair, ...]
+    pairs: tuple[StageMicrobatch, ...]
     """The pair of each B or W in it."""
 
     @property
@@ -114,12 +114,12 @@ class _Step(NamedTuple):
 class _Rank:
     """What one rank has run, and what it holds."""
 
-    def __init__(self, limit_bytes: float | None, in_flight: float, owed: Counter[Pair]) -> None:
+    def __init__(self, limit_bytes: float | None, in_flight: float, owed: Counter[StageMicrobatch]) -> None:
         self._limit_bytes, self._in_flight, self._owed = limit_bytes, in_flight, owed
         self._held_bytes, self._num_pairs = 0.0, 0
         self.order: list[Action] = []
         self.start_s = self.end_s = 0.0
-        self.waiting: list[tuple[Action, EntryCost, tuple[Pair, ...]]] = []
+        self.waiting: list[tuple[Action, EntryCost, tuple[StageMicrobatch, ...]]] = []
         """(W, its cost, its pair), in the order of their Is."""
 
     def fits(self, cost: EntryCost, num_opened: int = 0) -> bool:
@@ -129,7 +129,12 @@ class _Rank:
         return not is_over and (not num_opened or self._num_pairs + num_opened <= self._in_flight)
 
     def run(
-        self, action: Action, cost: EntryCost, pairs: tuple[Pair, ...], num_opened: int = 0, arrival_s: float = 0.0
+        self,
+        action: Action,
+        cost: EntryCost,
+        pairs: tuple[StageMicrobatch, ...],
+        num_opened: int = 0,
+        arrival_s: float = 0.0,
     ) -> None:
         """Runs an action as soon as its inputs have arrived. Args: pairs: of each B or W."""
         if not self.order:
@@ -233,7 +238,7 @@ class _Separation:
 def _steps(plan: Plan, problem: PlanningProblem, rank: int) -> Iterator[_Step]:
     """The entries of a rank's order."""
     graph, items, together = plan.graph, plan.graph.items, joined(plan.graph)
-    opened: set[Pair] = set()
+    opened: set[StageMicrobatch] = set()
     for step, group in groupby(plan.parts[rank], key=itemgetter(0)):
         parts = [(action, work) for _, action, work in group]
         pairs = [

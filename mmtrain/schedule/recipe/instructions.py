@@ -11,7 +11,7 @@ from typing import Any
 
 from mmtrain.errors import RecipeError, shown
 from mmtrain.schedule.action import BRAID, KINDS, Kind
-from mmtrain.schedule.graph import Instruction as PlannedInstruction
+from mmtrain.schedule.graph import InstructionNode as PlannedInstruction
 from mmtrain.schedule.graph import ModuleStages, WorkGraph, linear_extension
 from mmtrain.schedule.items import Result
 from mmtrain.schedule.limits import SECONDS

@@ -21,7 +21,7 @@ from mmtrain.planner.search_settings import PLANNED
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.timeline import Timeline
 from mmtrain.simulator.allocation.candidate import Candidate
-from mmtrain.simulator.steps import Step
+from mmtrain.simulator.steps import StepMicrobatches
 from mmtrain.simulator.study import ScheduledJob
 from mmtrain.simulator.whole_iteration import SimulatedIteration
 
@@ -72,7 +72,7 @@ class Judge:
     """Judges candidates of one job."""
 
     config: Config
-    steps: Callable[[Config], Sequence[Step]]
+    steps: Callable[[Config], Sequence[StepMicrobatches]]
     """[step] of a job; the same ones for all jobs of equal microbatches."""
     seed: int = 0
     """Of searches."""
@@ -129,7 +129,7 @@ class Judge:
                 job = candidate.job(self.config)
                 machine = Machine.of(job)
                 schedule = PLANNED if job.planner.enable else job.parallelism.pipeline_parallel_schedule
-                evaluations = job.planner.budget_evaluations or 1
+                evaluations = job.planner.search.budget_evaluations or 1
                 made = ScheduledJob.of(job, schedule, evaluations, machine, tells_apart=False)
                 self._jobs[candidate] = made, machine
             except MemoryLimitError as error:
@@ -202,7 +202,7 @@ def _steady_s(iteration: SimulatedIteration, slowest: Timeline, num_microbatches
 
 def _with_effort(job: ScheduledJob, effort: Effort) -> ScheduledJob:
     """The job whose searches try as many plans; its partition stays."""
-    changed = replace(job.simulator.jobs[0].section, budget_evaluations=effort.evaluations or 1)
+    changed = job.simulator.jobs[0].section.with_search(budget_evaluations=effort.evaluations or 1)
     if not effort.evaluations:
-        changed = replace(changed, strategy="first")
+        changed = changed.with_search(strategy="first")
     return replace(job, simulator=job.simulator.with_jobs(lambda own: replace(own, section=changed)))

@@ -20,7 +20,7 @@ import numpy as np
 from mmtrain.config.config import Config
 from mmtrain.config.elastic import ElasticConfig
 from mmtrain.config.topology import JobLayout
-from mmtrain.costs.machine import Network
+from mmtrain.costs.machine import RankNetwork
 from mmtrain.costs.operators.cluster import Cluster
 from mmtrain.costs.operators.graph import DeviceKind, OpKind, Phase
 from mmtrain.errors import ConfigError
@@ -32,7 +32,7 @@ from mmtrain.simulator.allocation.compositions import Composition, Layer, Templa
 from mmtrain.simulator.allocation.degrees import divisors, priced_layers, values_of
 from mmtrain.simulator.allocation.judge import GIB, Effort, Judge, Judged
 from mmtrain.simulator.allocation.mapping import map_stages
-from mmtrain.simulator.steps import Step, packed_step
+from mmtrain.simulator.steps import StepMicrobatches, packed_step
 from mmtrain.spec.builders import DTYPE_BYTES, model_spec
 from mmtrain.spec.spec import ModelSpec
 
@@ -200,7 +200,7 @@ class TemplateMaker:
         return Judge(config=self.config, steps=lambda job: [steps[: job.training.global_batch_size]], seed=self.seed)
 
     @cached_property
-    def typical(self) -> Step:
+    def typical(self) -> StepMicrobatches:
         """The microbatches of a step, such that each beginning of it has small and large ones in equal parts.
 
         By the golden ratio's sequence over the microbatches in the order of their work, from the middle one.
@@ -290,7 +290,7 @@ class _DoesNotFitError(ConfigError):
         self.judged = judged
 
 
-def sums_s(network: Network, pipelines: Sequence[Template], per_node: int) -> float:
+def sums_s(network: RankNetwork, pipelines: Sequence[Template], per_node: int) -> float:
     """Seconds of the sums between pipelines: one all-reduce of the largest gradients of a rank of any pipeline.
 
     An upper bound where pipelines are equal, since it overlaps with nothing.

@@ -33,7 +33,7 @@ from mmtrain.simulator.allocation.space import Space
 SECOND, THIRD = 8, 3
 """Candidates that are looked at closer, and those whose other values are tried."""
 FIRST_LOOK = Effort(num_microbatches=16, evaluations=0)
-OF_CUT_AND_SEARCH = {"planner.partition", "planner.interleave"}
+OF_CUT_AND_SEARCH = {"planner.partition", "planner.search.interleave"}
 """Keys that a searched partition of a searching job sets otherwise."""
 HELPS = 0.005
 """Part of the seconds that another value has to save."""
@@ -175,7 +175,7 @@ class Tuner:
         best: dict[tuple[JobLayout, int, bool], Judged] = {}
         for one in self._best(looks):
             job = one.candidate.job(self.space.config)
-            best.setdefault((job.parallelism.layout, job.training.seq_len, job.planner.interleave), one)
+            best.setdefault((job.parallelism.layout, job.training.seq_len, job.planner.search.interleave), one)
         return list(best.values())
 
 

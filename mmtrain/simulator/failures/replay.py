@@ -31,7 +31,7 @@ class FailureCosts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Interval:
+class TrainedInterval:
     """What was trained between two events."""
 
     start_s: float
@@ -55,7 +55,7 @@ class Interval:
 class Replay:
     """A trace, played."""
 
-    intervals: tuple[Interval, ...]
+    intervals: tuple[TrainedInterval, ...]
     restarts: int
     """How often training went on from a checkpoint."""
 
@@ -87,7 +87,7 @@ def replay(trace: Trace, system: System, costs: FailureCosts) -> Replay:
         player.take(event, nodes)
         samples, lost_s = player.train(following.time_s - event.time_s)
         found.append(
-            Interval(
+            TrainedInterval(
                 start_s=event.time_s,
                 seconds=following.time_s - event.time_s,
                 nodes=len(nodes),
