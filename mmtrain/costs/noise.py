@@ -25,11 +25,11 @@ class Noise:
     """Standard deviations of actual over modelled seconds (of their logarithms). All 0: seconds are exact."""
 
     forward: float = 0.0
-    """Of F."""
+    """The deviation of F."""
     backward: float = 0.0
-    """Of B and I."""
+    """The deviation of B and I."""
     backward_weight: float = 0.0
-    """Of W."""
+    """The deviation of W."""
     shared: float = 0.0
     """Part of the variance that all actions of a rank have in common in an iteration, 0 .. 1."""
 

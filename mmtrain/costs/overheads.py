@@ -29,8 +29,8 @@ class Overheads:
     receive_s: float = 0.0
     """Each message from another rank: posting its receive, and taking it once it is there."""
     message_s: float = 0.0
-    """From the end of an action to the start of one that waits for its message, in addition to both of those and to the
-    transfer: waking up."""
+    """The seconds from the end of an action to the start of one that waits for its message, without the transfer:
+    waking up."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -41,7 +41,7 @@ class Overheads:
 
     @property
     def split_s(self) -> float:
-        """By how much I and W take longer together than B."""
+        """The seconds that I and W take longer together than B."""
         return max(0.0, self.backward_input_s + self.backward_weight_s - self.backward_s)
 
 

@@ -19,7 +19,7 @@ class Form:
     columns: tuple[str, ...]
     """A source of this form has all of them."""
     messages: Callable[[Any, str], Sequence[ChatMessage]]
-    """(row, where it is) -> its messages; raises DataError."""
+    """A function that makes the messages of a row, given where it is; raises DataError."""
     one_turn: bool = False
     """Whether it is one question and its answer."""
     about_image: bool = False
@@ -32,7 +32,7 @@ class Form:
 
     @property
     def name(self) -> str:
-        """Its columns, for messages."""
+        """The columns of the form, for error messages."""
         return " with ".join(f"`{column}`" for column in self.columns) + (
             " with an image, video or sound" if self.about_image else ""
         )

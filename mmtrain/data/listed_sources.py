@@ -47,7 +47,7 @@ class ListedSet:
 
     file: Path
     folder: str
-    """At which relative paths start."""
+    """The folder at which relative paths start."""
     formatting: str
     columns: Mapping[str, str] = field(default_factory=dict)
     """What a column says -> its name; absent: there is none."""

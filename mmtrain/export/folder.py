@@ -68,7 +68,7 @@ class Exported:
     step: int
     """Step of the checkpoint."""
     folders: tuple[str, ...]
-    """Within the exported folder."""
+    """The folders within the exported folder."""
     model: str
     """The class that reads it; empty: it has a folder for each module."""
     num_bytes: int
@@ -264,7 +264,7 @@ def _readme(run: StoredRun, out: Path, final: Path, form: ExportForm, kind: str)
 
 
 def _readme_of_parts(run: StoredRun, lines: list[str], out: Path, final: Path) -> str:
-    """That of a folder for each module. Args: lines: with which it begins."""
+    """The readme of a folder for each module. Args: lines: its first lines."""
     job, reader = run.job, decoder(language_shape(run.job.model).model_type).reader
     lines = [
         *lines,
@@ -298,7 +298,7 @@ def _readme_of_parts(run: StoredRun, lines: list[str], out: Path, final: Path) -
 
 
 def _features(job: Config, module: str) -> str:
-    """Which output of an exported encoder is read, and which of its parts were not trained."""
+    """The description of which output of an exported encoder is read, and which of its parts were not trained."""
     if job.model.projector_of(module).kind == "native":
         return "its own merger makes the tokens of the language model."
     section, shape = job.model.encoders[module], vision_shape(job.model, module)

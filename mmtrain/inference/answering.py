@@ -45,7 +45,7 @@ class Sampling:
 
     max_new_tokens: int = 128
     temperature: float = 0.0
-    """0: the most likely token each time."""
+    """The sampling temperature. 0: the most likely token each time."""
     top_p: float = 1.0
     """Part of the probability that the tokens hold among which one is drawn."""
     seed: int = 0

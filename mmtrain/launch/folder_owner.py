@@ -214,7 +214,7 @@ def _boot() -> str:
 
 
 def _time_of(path: Path) -> int:
-    """When the file was touched, by the clock of the file server. Opening it makes NFS ask the server."""
+    """The time at which the file was touched, by the clock of the file server. Opening it makes NFS ask the server."""
     try:
         with open(path, "rb") as file:
             return os.fstat(file.fileno()).st_mtime_ns

@@ -101,7 +101,7 @@ class HubPipes:
 
     @property
     def pipes(self) -> list[Connection]:
-        """Those of nodes that have not ended: wait for them, then call `serve`."""
+        """The pipes of nodes that have not ended: wait for them, then call `serve`."""
         return list(self._pipes.values())
 
     @property

@@ -1,4 +1,4 @@
-"""Which process of a job this one is, by the variables that its launcher sets: RANK, WORLD_SIZE and so on. Pure."""
+"""The rank of this process in its job, by the variables that its launcher sets: RANK, WORLD_SIZE and so on. Pure."""
 
 import os
 import socket

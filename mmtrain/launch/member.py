@@ -44,9 +44,9 @@ logger = logging.getLogger("mmtrain")
 T = TypeVar("T")
 
 _PAUSE_S = 0.0005, 0.02
-"""Between two looks at the board: the first pause, and the longest."""
+"""The first and the longest pause between two reads of the board, seconds."""
 _AGAIN_S = 0.1
-"""Between two asks of a service that does not answer."""
+"""The pause between two requests to a service that does not answer, seconds."""
 
 
 def beat_s(silent_s: float) -> float:
@@ -56,7 +56,7 @@ def beat_s(silent_s: float) -> float:
 
 
 class RoundSource(Protocol):
-    """Where nodes ask in rounds."""
+    """A service that nodes ask in rounds."""
 
     def ask(self, node: Node) -> tuple[Node, ...]:
         """What all nodes of this round said, this one included: the same to each. Blocks until every live node asked.
@@ -100,7 +100,7 @@ class Member:
 
     @property
     def generation(self) -> int:
-        """Of the membership that this rank took up last; 0: none."""
+        """The generation of the membership that this rank adopted last; 0: none."""
         return 0 if self.membership is None else self.membership.generation
 
     def first(self) -> Membership:
@@ -225,7 +225,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """Of a round."""
+    """The answer to a round."""
 
     membership: Membership | None
     """The next one; None: the present one stays."""
@@ -238,7 +238,7 @@ class _Speaker:
         self.step: int | None = node.step
         self._node, self._board, self._source, self._silent_s = node, board, source, silent_s
         self._length = 0
-        """Of the log."""
+        """The length of the log."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._closed, self._settles, self._has_warned = threading.Event(), threading.Event(), False
@@ -364,7 +364,7 @@ def _entry(step: int | None, membership: Membership) -> str:
 
 
 def _read_entry(text: bytes) -> tuple[int | None, Membership]:
-    """After which step an entry of the log is taken up (None: at once), and the membership. Raises: ConfigError."""
+    """The step after which an entry of the log is adopted (None: at once), and the membership. Raises: ConfigError."""
     where = "log of this node's memberships"
     values = read_object(text, where, {"after", "membership"})
     after, membership = values["after"], values["membership"]

@@ -1,4 +1,4 @@
-"""Which nodes a job has: a value that every node computes alike from what all of them said in one round. Pure.
+"""The nodes that a job has: a value that every node computes alike from what all of them said in one round. Pure.
 
 A node is a group of ranks that live and die together. In a round each live node says a `Node`, and all get the same
 nodes back, so `next_membership` of them needs neither a leader nor a second message. It looks at nothing but the
@@ -34,13 +34,14 @@ class Node:
     """What a node says of itself in a round."""
 
     name: str
-    """Of this start of its ranks, different at each start; the order of nodes follows it."""
+    """The name of this start of the node's ranks, different at each start; the order of nodes follows it."""
     ranks: int
     """Number of its ranks, the same on all nodes of a job."""
     store: str
-    """Where the ranks of a generation meet if this node is the first: `tcp://host:port`, or `file:///folder`."""
+    """The store in which the ranks of a generation meet if this node is the first: `tcp://host:port`, or
+    `file:///folder`."""
     digest: str
-    """Of what all nodes must share, as `make_digest` writes it."""
+    """The digest of what all nodes must share, as `make_digest` writes it."""
     generation: int = 0
     """The last one that it took up; 0: none."""
     members: str = ""
@@ -64,7 +65,7 @@ class Membership:
     generation: int
     """Number of this membership, at least 1; grows with each change."""
     nodes: tuple[Node, ...]
-    """In the order of their names."""
+    """The nodes in the order of their names."""
 
     def __post_init__(self) -> None:
         """Raises: ConfigError: no generation or nodes, or these are not in the order of different names."""
@@ -77,12 +78,12 @@ class Membership:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the nodes, in order."""
+        """The names of the nodes, in order."""
         return tuple(node.name for node in self.nodes)
 
     @property
     def num_ranks(self) -> int:
-        """Of all nodes, used or not."""
+        """The ranks of all nodes, used or not."""
         return sum(node.ranks for node in self.nodes)
 
     def first_rank(self, name: str) -> int:

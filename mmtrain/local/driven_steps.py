@@ -18,7 +18,7 @@ from mmtrain.training.trainer import Trainer
 
 @dataclass(frozen=True, kw_only=True)
 class TimedStep:
-    """When one training step ran on one rank, seconds on a clock of the host."""
+    """The times of one training step on one rank, seconds on a clock of the host."""
 
     plan: IterationPlan
     outcome: StepOutcome

@@ -119,7 +119,7 @@ def forward_rates(module: ModuleSpec) -> Rates:
 
 
 def first_of(works: dict[int, WorkItem], count: Callable[[Units], int] = len) -> dict[int, int]:
-    """work -> number of units (or sum of their `count`) before its own in the microbatch that has them."""
+    """The number of units (or sum of their `count`) before a work's own in the microbatch that has them, by work."""
     first_unit: dict[int, int] = {}
     num_units: dict[int, int] = {}
     for number, item in works.items():

@@ -48,7 +48,7 @@ class Texts(Modality):
         return {"tokens": sum(d.num_tokens for d in units), "targets": sum(d.num_targets for d in units)}
 
     def layout(self, submesh: Submesh, module: ModuleSpec, works: dict[int, WorkItem], meta: IterationMeta) -> Layout:
-        """That of one rank."""
+        """The layout of one rank."""
         return TextsLayout(submesh, works)
 
 
@@ -114,7 +114,7 @@ class TextsLayout:
         return self.works[work].size
 
     def tokens(self, work: int) -> slice:
-        """Those of a work among the tokens of its microbatch."""
+        """The tokens of a work among those of its microbatch."""
         first = self._first[work]
         return slice(first, first + self.works[work].size.rows)
 

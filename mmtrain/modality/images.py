@@ -176,5 +176,5 @@ class ImagesLayout:
 
     @cached_property
     def _first_feature(self) -> dict[int, int]:
-        """work -> index of its first feature among those of its microbatch."""
+        """The index of each work's first feature among those of its microbatch."""
         return first_of(self.works, lambda images: sum(image.num_features for image in images))

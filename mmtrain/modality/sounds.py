@@ -69,7 +69,7 @@ class SoundRules:
 
 
 class PackedSoundRules(SoundRules):
-    """Those of packed rows: silence after the end of a sound makes no row and no token.
+    """The rules of packed rows: silence after the end of a sound makes no row and no token.
 
     A class that hears one window alone cuts a sound behind it; here the next one follows. Of samples behind the last
     window that are too few for a token nothing is heard.

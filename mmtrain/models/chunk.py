@@ -65,7 +65,7 @@ class Chunk(nn.Module):
 
     @property
     def where(self) -> str:
-        """Its module and layers, for errors."""
+        """The module and layers of the chunk, for errors."""
         return f"{self.module_spec.name} layers {self.lo}..{self.hi - 1}"
 
     def output_shape(self, size: WorkSize) -> tuple[int, ...]:

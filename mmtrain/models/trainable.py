@@ -1,4 +1,4 @@
-"""Which parameters of a Hugging Face module train: all, none, or low-rank adapters that `peft` adds to it.
+"""The parameters of a Hugging Face module that train: all, none, or low-rank adapters that `peft` adds to it.
 
 With adapters a linear layer X becomes `X.base_layer` (frozen), `X.lora_A.default` and `X.lora_B.default`, the names
 that `peft` gives: y = X x + (alpha / rank) B A x, arXiv:2106.09685. Only the functions on

@@ -63,7 +63,7 @@ class Metrics:
     _recorded: dict[str, dict[str, float]] = field(default_factory=dict)
     """Metric -> module or source, or "" -> value."""
     _local: list[tuple[str, str]] = field(default_factory=list)
-    """Those that wait for the other ranks' values."""
+    """The metrics that wait for the other ranks' values."""
     _own: dict[str, Metric] = field(default_factory=dict)
     """Metrics that the table lacks."""
     _over_run: dict[str, float] = field(default_factory=dict)

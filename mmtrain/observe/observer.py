@@ -30,7 +30,7 @@ class FinishedStep(RunningStep):
     """The same when it has run."""
 
     outcome: StepOutcome
-    """Of this rank."""
+    """The outcome of the step on this rank."""
     metrics: Metrics
     """Takes more values of this step."""
     last: bool

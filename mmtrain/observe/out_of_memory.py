@@ -140,7 +140,7 @@ def _amounts(context: OutOfMemoryContext) -> str:
 
 
 def advice(context: OutOfMemoryContext, requested: float | None) -> str:
-    """Which option to change, the likeliest first. Args: requested: bytes of the failed allocation."""
+    """The options to change, the likeliest first. Args: requested: bytes of the failed allocation."""
     section, config = context.config.planner, context.config
     limit_bytes = context.budget.ranks[context.pp_rank].limit_bytes
     used = (context.measured_bytes or 0.0) + (requested or 0.0)

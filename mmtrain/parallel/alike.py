@@ -1,4 +1,4 @@
-"""That all ranks of a job start from the same: compared through the store in which they met, before anything is built.
+"""The comparison of what the ranks of a job start from, over the store of their rendezvous, before anything is built.
 
 A rank gives a digest of each subject. Values are exchanged only of a subject that differs, by one rank of each kind.
 """
@@ -31,7 +31,7 @@ class Subject:
 
     @property
     def digest(self) -> str:
-        """Of all its values."""
+        """The digest of all its values."""
         return hashlib.sha256(json.dumps(self.values, sort_keys=True).encode()).hexdigest()[:24]
 
 

@@ -23,7 +23,7 @@ from mmtrain.parallel import leave
 from mmtrain.parallel.torch_private import abort_device_groups, end_all_groups
 
 _PAUSE_S = 0.01
-"""Between two looks for the other ranks."""
+"""The pause between two checks for the other ranks, seconds."""
 
 
 class Generation:
@@ -77,7 +77,7 @@ class Generation:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Of all its ranks, not registered with torch."""
+        """The group of all its ranks, not registered with torch."""
         assert self._group is not None
         return self._group
 

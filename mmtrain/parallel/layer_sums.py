@@ -25,7 +25,7 @@ from mmtrain.parallel.mesh import Mesh
 from mmtrain.spec.spec import VocabularyRows
 
 MOST_ELEMENTS = 1 << 25
-"""Of a message: 128 MiB of float32."""
+"""The most elements of a message: 128 MiB of float32."""
 
 
 class _Held(NamedTuple):
@@ -35,9 +35,9 @@ class _Held(NamedTuple):
     """A tied copy has that of its original; rows of a larger matrix have theirs in it."""
     stage: int
     shape: tuple[int, ...]
-    """Of this rank's shard."""
+    """The shape of this rank's shard."""
     elements: int
-    """Of a shard, on average: equal at all positions in a stage."""
+    """The elements of a shard, on average: equal at all positions in a stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class _Message:
 
     names: tuple[str, ...]
     holders: tuple[tuple[int, tuple[int, ...]], ...]
-    """(position in the column, its stages that have them)."""
+    """Positions in the column, each with its stages that have the parameters."""
 
     @property
     def positions(self) -> tuple[int, ...]:
@@ -61,9 +61,9 @@ class _Sum:
     copies: tuple[tuple[nn.Parameter, ...], ...]
     """[parameter of the message] -> its copies on this rank."""
     stages: frozenset[int]
-    """Of this rank, that have them."""
+    """The stages of this rank that have them."""
     group: dist.ProcessGroup | None
-    """Their holders; None: only this rank."""
+    """The group of their holders; None: only this rank."""
     flat: Tensor | None = None
     work: dist.Work | None = None
 
@@ -97,7 +97,7 @@ class LayerSums:
 
     sums: Sequence[_Sum] = ()
     dtype: torch.dtype = torch.float32
-    """Of the messages."""
+    """The dtype of the messages."""
     _reduced: set[int] = field(default_factory=set)
     _started: int = 0
 

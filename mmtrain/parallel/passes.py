@@ -56,7 +56,7 @@ class Pass:
         self._scatters = False
         """Whether it waits for the first of two exchanges."""
         self._states: list[Any] = []
-        """Of what both passes use, while the other pass runs."""
+        """The states of what both passes use, while the other pass runs."""
         self._shared: Sequence[SharedPassState] = ()
         self._stopped = False
 

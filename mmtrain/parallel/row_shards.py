@@ -80,11 +80,11 @@ class WholeRowShards(RowShards):
         self.degree = 1
 
     def shard(self, x: Tensor) -> Tensor:
-        """x."""
+        """The rows x as they are."""
         return x
 
     def gather(self, x: Tensor) -> Tensor:
-        """x."""
+        """The rows x as they are."""
         return x
 
     def gather_for_parts(self, x: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class WholeRowShards(RowShards):
         return self.sum(x)
 
     def use_for_rows(self, x: Tensor) -> Tensor:
-        """x."""
+        """The rows x as they are."""
         return x
 
     def pause(self, x: Tensor) -> Tensor:

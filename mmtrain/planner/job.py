@@ -45,7 +45,7 @@ class Job:
     """[pp_rank] -> bytes that activations may take, as far as the config alone tells; None: as
     planner.search.activation_memory_gib says."""
     check_plans: bool = False
-    """Also prove every program free of deadlock under each transport model."""
+    """Whether every program is also proven free of deadlock under each transport model."""
     partition_summary: str = ""
     """How the partition was chosen, for the log; empty if the config determines it."""
 

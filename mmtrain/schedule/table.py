@@ -65,7 +65,7 @@ class _Turns(Policy):
         self._table, self._engine, self._items = table, engine, items
         self.seconds: list[float | None] = [None] * items.num_items
         self._queues = [[deque[int]() for _ in range(items.num_ranks)] for _ in (F, B)]
-        """[slot][rank]"""
+        """The queues, [slot][rank]."""
         for item in (*table.forwards, *table.backwards):
             slot, node = divmod(item, items.num_nodes)
             self._queues[slot][items.rank[node]].append(item)

@@ -113,7 +113,7 @@ class _Candidates:
 
     @cached_property
     def typical(self) -> TypicalIterations:
-        """As many as are drawn. Errors: see `TypicalIterations.draw`."""
+        """The iterations that are drawn. Errors: see `TypicalIterations.draw`."""
         return self.draw()
 
     @cached_property

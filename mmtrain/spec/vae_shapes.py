@@ -85,7 +85,7 @@ class VaeShape:
     factor: tuple[float, ...]
     """[channels]: multiplied with the difference."""
     convolutions: tuple[EncoderConvolution, ...]
-    """In the order in which they run."""
+    """The convolutions in the order in which they run."""
     norm_params: int
     """Parameters of a norm for each channel."""
     attention_width: int

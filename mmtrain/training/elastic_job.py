@@ -53,7 +53,7 @@ from mmtrain.training.trainer import prepare_process
 logger = logging.getLogger("mmtrain")
 
 _LOOK_S = 1.0
-"""Between two looks for further nodes, before a job has enough to begin."""
+"""The pause between two checks for further nodes, before a job has enough to begin."""
 
 
 class ElasticJob:

@@ -4,7 +4,7 @@ from mmtrain.checkpoint.state import TrainState
 from mmtrain.config.config import Config
 
 MOST_STEPS = 2**31 - 1
-"""In place of a number of steps that is not known."""
+"""The number of steps where it is not known."""
 
 
 def why_ended(config: Config, state: TrainState) -> str:

@@ -42,7 +42,7 @@ class RankState:
     """What one rank holds, and the trainer that trains it."""
 
     config: Config
-    """With elastic.enable."""
+    """The config of a job with elastic.enable."""
     device: torch.device
     search: Search
     observers: tuple[Observer, ...]
@@ -53,15 +53,15 @@ class RankState:
     job: str = ""
     """Name of the job, which all its generations share."""
     nodes: tuple[str, ...] = ()
-    """Those that trained last."""
+    """The nodes that trained last."""
     copied_bytes: int = 0
-    """That ranks sent to each other in the last move."""
+    """The bytes that ranks sent to each other in the last move."""
     memory: DeviceMemory | None = None
     """What the job agreed on."""
     _trainer: Trainer | None = None
     _held: HeldShards = field(default_factory=HeldShards.empty)
     _layers: tuple[tuple[str, int], ...] = ()
-    """(module, layer) of which this rank has a part."""
+    """The layers (module, layer) of which this rank has a part."""
 
     @property
     def trainer(self) -> Trainer:
@@ -184,7 +184,8 @@ class RankState:
     def _moved(
         self, group: Generation, agreed: Agreement, told: Sequence[Told], named: NamedTensors | None
     ) -> Told | None:
-        """Of the newest state that is whole, with which all ranks of the layout are filled; None: there is none."""
+        """The report of the newest state that is whole, with which all ranks of the layout are filled; None: there is
+        none."""
         for one, (mark, holders) in zip(told, agreed.marks, strict=True):
             held = self._held if group.rank in holders else HeldShards.empty()
             try:
@@ -259,6 +260,6 @@ def _folder(config: Config) -> Path:
 
 
 def _layers_of(trainer: Trainer) -> tuple[tuple[str, int], ...]:
-    """(module, layer) of which this rank has a part."""
+    """The layers (module, layer) of which this rank has a part."""
     stages = trainer.job.partition.of_rank(trainer.mesh.pp_rank)
     return tuple((stage.module, layer) for stage in stages for layer in range(*stage.layers))

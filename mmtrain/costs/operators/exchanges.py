@@ -96,7 +96,7 @@ def same(name: str, ranks: int, link: DeviceKind) -> CollectivePair:
 
 
 MakeExchange = Callable[[str, int, DeviceKind], CollectivePair]
-"""(name, ranks, link) -> exchange."""
+"""A function that makes the exchange of a name among some ranks over a link."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -237,7 +237,7 @@ class Attention:
 
     name: str
     pairs: Rates
-    """(query, key) pairs of this rank's queries, of one head."""
+    """The (query, key) pairs of this rank's queries, of one head."""
     head_dim: float
 
     def __call__(self, query: Var, *keys: Var) -> Var:

@@ -72,9 +72,9 @@ class DataSet(Generic[T]):
     """What a built-in data set is made of."""
 
     kind: str
-    """Its name in the command."""
+    """The name of the kind in the command."""
     samples: Callable[[str, int, int], Iterator[T]]
-    """(split, count, seed) -> samples, not drawn."""
+    """A function (split, count, seed) -> samples, not yet drawn."""
     row: Callable[[T], Mapping[str, Any]]
     """Draws a sample: column -> value."""
     features: Mapping[str, Any]
@@ -82,7 +82,7 @@ class DataSet(Generic[T]):
     images: str
     """The column of images."""
     card: Callable[[Summary, int, int], str]
-    """(size, num_samples, seed) -> the data set card."""
+    """A function (size, num_samples, seed) -> the data set card."""
 
     def make(
         self,

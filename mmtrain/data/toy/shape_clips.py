@@ -78,7 +78,7 @@ class MovingShape:
     y: float
     """y of its centre, as a part of the frame's height."""
     heading: int
-    """-1 or 1: first direction of a bouncing shape (left or up; right or down)."""
+    """The first direction of a bouncing shape: -1 (left or up) or 1 (right or down)."""
 
     @property
     def combination(self) -> tuple[str, str, str]:
@@ -91,7 +91,7 @@ class ShapeClip:
     """One clip: up to three shapes on a plain background."""
 
     shapes: tuple[MovingShape, ...]
-    """In the order of the caption."""
+    """The shapes in the order of the caption."""
     background: str
     num_frames: int
     height: int

@@ -41,7 +41,8 @@ class MemoryChoices:
 
     section: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
     strategies: tuple[BlockMemory, ...] = ()
-    """Those among which a plan chooses, in the order in which blocks take them; empty: `section` decides for all."""
+    """The strategies among which a plan chooses, in the order in which blocks take them; empty: `section` decides for
+    all."""
 
     @classmethod
     def planned(cls, section: ActivationCheckpointConfig, planner: PlannerConfig) -> "MemoryChoices":
@@ -87,7 +88,7 @@ class BlockKind:
 
     count: int
     prices: tuple[BlockPrice, ...]
-    """[strategy]"""
+    """The price of each strategy."""
 
 
 @dataclass(frozen=True, eq=False)

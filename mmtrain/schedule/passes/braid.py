@@ -26,9 +26,9 @@ from mmtrain.schedule.problem import EntryCost, PlanningProblem
 ROUNDING = 1e-9
 """Share of a time that is no difference."""
 REACH = 6
-"""Next entries of its rank among which an action looks for the other one of its block."""
+"""The next entries of its rank among which an action finds the other one of its block."""
 SHARES = (1.0, 0.75, 0.5, 0.0)
-"""Of all exchanges, that an end counts as hidden."""
+"""The shares of all exchanges that an end counts as hidden."""
 MOST_ROUNDS = 2
 """Runs from a plan's own end after each of these; more bring nothing."""
 
@@ -72,12 +72,12 @@ class _Entry:
 
 
 class _Latest(NamedTuple):
-    """When an entry has to end, so that all end in time."""
+    """The latest ends of an entry with which all entries end in time."""
 
     for_results: float
-    """For those that wait for its results."""
+    """The latest end for the entries that wait for its results."""
     for_next: float
-    """For the next entry of its rank."""
+    """The latest end for the next entry of its rank."""
 
 
 class _Rank:
@@ -175,7 +175,7 @@ class _Simulated:
             if action not in entries:
                 entries[action] = _entry(plan, problem, action)
         self._orders = [[entries[action] for action in order] for order in plan.orders]
-        """[rank][step]"""
+        """The entries, [rank][step]."""
         self._run = self._simulated(self._seconds(0.0))
         self.makespan_s = max((ends[-1] for ends in self._run.ends if ends), default=0.0)
 
@@ -209,7 +209,7 @@ class _Simulated:
         return replace(self.plan, orders=tuple(tuple(rank.actions) for rank in ranks))
 
     def _in_time(self) -> list[tuple[int, int]]:
-        """(rank, step) of all entries in the order of their start, each after those that it needs."""
+        """All entries as (rank, step) in the order of their start, each after those that it needs."""
         steps = [iter(range(len(order))) for order in self._orders]
         topological = [(rank, next(steps[rank])) for rank in self._run.ranks]
         return sorted(topological, key=lambda at: self._run.starts[at[0]][at[1]])

@@ -21,7 +21,7 @@ EPSILON = 1e-9
 """Share of a time that is no difference."""
 
 StageWork = tuple[int, int]
-"""(stage, work)."""
+"""A stage and a work."""
 
 
 def offload(plan: Plan, problem: PlanningProblem) -> Plan | None:

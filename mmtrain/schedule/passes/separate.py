@@ -72,7 +72,7 @@ class _Outcome:
 
     @property
     def makespan_s(self) -> float:
-        """When the last rank ends; the first one starts at 0."""
+        """The end of the last rank; the first one starts at 0."""
         return max(self.ends_s)
 
     @property
@@ -89,7 +89,7 @@ class _Outcome:
 
 
 StageMicrobatch = tuple[int, int]
-"""(stage, microbatch)."""
+"""A stage and a microbatch."""
 
 
 class _Step(NamedTuple):
@@ -120,7 +120,7 @@ class _Rank:
         self.order: list[Action] = []
         self.start_s = self.end_s = 0.0
         self.waiting: list[tuple[Action, EntryCost, tuple[StageMicrobatch, ...]]] = []
-        """(W, its cost, its pair), in the order of their Is."""
+        """The Ws that wait, each with its cost and its pair, in the order of their Is."""
 
     def fits(self, cost: EntryCost, num_opened: int = 0) -> bool:
         """Whether an action that opens some pairs fits into the limits now."""
@@ -164,7 +164,7 @@ class _Separation:
         self._items, self._message_s = plan.graph.items, problem.message_s
         self._limits = list(zip(problem.memory_limit_bytes, in_flight, strict=True))
         self._steps = [list(_steps(plan, problem, rank)) for rank in range(plan.graph.num_ranks)]
-        """[rank][step]"""
+        """The steps, [rank][step]."""
         seconds = [[step.cost.seconds for step in steps] for steps in self._steps]
         whole = plan.run(seconds, self._message_s)
         quick = plan.run([[step.least_s for step in steps] for steps in self._steps], self._message_s)

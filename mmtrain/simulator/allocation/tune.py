@@ -1,5 +1,5 @@
-"""Which settings make a job fastest on some GPUs: a search over degrees, cut, memory, schedule and blocks by successive
-halving, judged by the simulator. Pure.
+"""The settings that make a job fastest on some GPUs: a search over degrees, cut, memory, schedule and blocks by
+successive halving, judged by the simulator. Pure.
 
 1. All degrees that fit, with the partition's rule and a first plan, on the first microbatches of one step; the best
    sixteen of them also with blocks.
@@ -51,9 +51,9 @@ class Tuned:
     num_tried: int
     """Candidates that were judged at all."""
     refused: tuple[tuple[str, int], ...]
-    """(why, number) of candidates that do not run, the most frequent first."""
+    """The reasons why candidates do not run, each with their number, the most frequent first."""
     effort: Effort
-    """Of the last look."""
+    """The effort of the last judgement."""
 
     @property
     def best(self) -> Judged:
@@ -70,7 +70,7 @@ class Tuner:
     keep: int = 3
     """Candidates that are judged as the job would run."""
     effort: Effort
-    """Of the last look."""
+    """The effort of the last judgement."""
     recipes: Path | None = None
     """Folder for the files of recipes; None: none are tried."""
     progress: Callable[[str], None] = lambda what: None
@@ -139,7 +139,7 @@ class Tuner:
         return [best, self._look(cut, self._second_look, "partitions")]
 
     def _recipes(self, one: Judged) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """(axis, values) of recipes for a job of one module."""
+        """The values of recipes for a job of one module, each with its axis."""
         mesh = self._mesh(one)
         if self.recipes is None or not self.space.tries_recipes or mesh.pp == 1:
             return
@@ -165,7 +165,7 @@ class Tuner:
         return judged
 
     def _best(self, looks: Sequence[Judged]) -> list[Judged]:
-        """Those that run, the fastest first."""
+        """The candidates that run, the fastest first."""
         runs = [one for one in looks if one.seconds]
         return sorted(runs, key=lambda one: one.mean_s)
 
