@@ -73,11 +73,6 @@ def copy_plan(held: Shards, wanted: Shards) -> tuple[BoxCopy, ...]:
     return tuple(sorted(copies))
 
 
-def without_holder(held: Shards, wanted: Shards) -> tuple[str, ...]:
-    """Names of the tensors of which no rank holds some wanted piece: they are lost, or were never there."""
-    return tuple(_missing(held, wanted)[1])
-
-
 MissingBox = tuple[int, Shard]
 """A receiver and a box that it lacks."""
 

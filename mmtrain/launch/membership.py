@@ -2,7 +2,7 @@
 
 A node is a group of ranks that live and die together. In a round each live node says a `Node`, and all get the same
 nodes back, so `next_membership` of them needs neither a leader nor a second message. It looks at nothing but the
-round: each node says the generation that it took up, and a digest of the members of that generation, because a node
+round: each node says the generation that it adopted, and a digest of the members of that generation, because a node
 that was cut off may have counted the same number with other members.
 """
 
@@ -43,7 +43,7 @@ class Node:
     digest: str
     """The digest of what all nodes must share, as `make_digest` writes it."""
     generation: int = 0
-    """The last one that it took up; 0: none."""
+    """The last one that it adopted; 0: none."""
     members: str = ""
     """Digest of the members of that generation, as `members_digest` makes it."""
     anew: bool = False
@@ -107,7 +107,7 @@ class Membership:
 def next_membership(asked: Sequence[Node]) -> Membership:
     """The membership after a round.
 
-    Its generation is that of the nodes if all of them took up this one, with these members that stay, and can go on in
+    Its generation is that of the nodes if all of them adopted this one, with these members that stay, and can go on in
     it; else the next one.
 
     Args: asked: what all nodes of the round said, in any order.

@@ -175,7 +175,7 @@ class LocalNodes:
                 self._remove(node)
 
     def _check(self, node: _LocalNode, folder: Path, signals: Sequence[int]) -> None:
-        """Takes up the end of a node, if it has ended or lost a process."""
+        """Handles the end of a node, if it has ended or lost a process."""
         ended = not any(process.is_alive() for process in node.processes)  # before the look at exit codes
         codes = {rank: process.exitcode for rank, process in enumerate(node.processes)}
         failed = {rank: code for rank, code in codes.items() if code}

@@ -43,7 +43,7 @@ class Texts(Modality):
         """The number of tokens."""
         return lambda document: float(document.num_tokens)
 
-    def owed(self, units: Sequence[DocumentMeta]) -> dict[str, int]:
+    def unit_counts(self, units: Sequence[DocumentMeta]) -> dict[str, int]:
         """Tokens and labelled positions."""
         return {"tokens": sum(d.num_tokens for d in units), "targets": sum(d.num_targets for d in units)}
 
@@ -93,7 +93,7 @@ class Pairs(Documents):
         number = sum(document.num_targets for document in units)
         return WorkSize(rows=2 * number, pairs=number * number, outputs=number)
 
-    def owed(self, units: Sequence[DocumentMeta]) -> dict[str, int]:
+    def unit_counts(self, units: Sequence[DocumentMeta]) -> dict[str, int]:
         """Pairs: documents with a label, which those of a blank microbatch do not have."""
         return {"pairs": sum(document.num_targets for document in units)}
 

@@ -51,7 +51,7 @@ class Images(Modality):
         of_grid = cache(lambda grid: rates(images_work(module, [grid])))
         return lambda image: of_grid(image.grid)
 
-    def owed(self, units: Sequence[ImageMeta]) -> dict[str, int]:
+    def unit_counts(self, units: Sequence[ImageMeta]) -> dict[str, int]:
         """Rows that the encoder makes."""
         return {"image features": sum(image.num_features for image in units)}
 

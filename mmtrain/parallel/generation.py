@@ -183,12 +183,12 @@ class Generation:
             timeout=timedelta(seconds=self._timeout_s),
         )
 
-    def tell(self, error: MMTrainError) -> None:
+    def report_error(self, error: MMTrainError) -> None:
         """Leaves for the others why this rank ends the job."""
         with suppress(RuntimeError):
             self.store.set("reason", json.dumps([type(error).__name__, str(error)]))
 
-    def told(self) -> MMTrainError | None:
+    def reported_error(self) -> MMTrainError | None:
         """Why another rank ended the job, if one did."""
         with suppress(RuntimeError, ValueError, TypeError):
             if self.store.check(["reason"]):

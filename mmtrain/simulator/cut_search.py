@@ -111,7 +111,7 @@ def simplicity(cut: Cut) -> tuple[bool, bool, int, tuple[int, ...], str, tuple[i
     return not cut.is_even, cut.divides_vocabulary, sum(cut.segments), cut.segments, cut.placement, cut.ranks
 
 
-def looks(
+def microbatches_to_judge(
     num_ranks: int, num_microbatches: int, quick_s: Sequence[float], exact_s: Sequence[float], rank_s: float
 ) -> tuple[int, int]:
     """The numbers of microbatches on which all candidates, and then the finalists, are judged.

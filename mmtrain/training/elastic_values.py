@@ -79,8 +79,8 @@ class Failures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """What a rank with a state tells those without it."""
+class StateReport:
+    """The report of a rank with a state to those without it."""
 
     mark: Mark
     state: TrainState
@@ -96,10 +96,10 @@ class Told:
 
     def to_dict(self) -> dict[str, Any]:
         """The value as a table for JSON."""
-        return {name: getattr(self, name) for name in Told.__slots__} | {"state": self.state.to_dict()}
+        return {name: getattr(self, name) for name in StateReport.__slots__} | {"state": self.state.to_dict()}
 
     @classmethod
-    def parse(cls, raw: Any) -> "Told":
+    def parse(cls, raw: Any) -> "StateReport":
         """The inverse of `to_dict`. Raises: TrainingError: it is none."""
         try:
             if set(raw) != set(cls.__slots__):

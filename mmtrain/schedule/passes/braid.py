@@ -43,7 +43,7 @@ def braid(plan: Plan, problem: PlanningProblem) -> Plan:
     """
     if not problem.runs_units:
         return plan
-    entries: dict[Action, _Entry] = {}
+    entries: dict[Action, _OrderEntry] = {}
     best = given = _Simulated(plan, problem, entries)
     for share in SHARES:
         found = _Simulated(given.braided(share), problem, entries)
@@ -55,7 +55,7 @@ def braid(plan: Plan, problem: PlanningProblem) -> Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _OrderEntry:
     """One entry of an order."""
 
     action: Action
@@ -65,7 +65,7 @@ class _Entry:
     load: Load | None
     """None: it joins no other one."""
 
-    def joins(self, other: "_Entry") -> bool:
+    def joins(self, other: "_OrderEntry") -> bool:
         """Whether both may be one block: a forward, and a B, I or W of another work."""
         both = self.load is not None and other.load is not None and self.work != other.work
         return both and (self.action.kind is Kind.F) != (other.action.kind is Kind.F)
@@ -80,12 +80,12 @@ class _Latest(NamedTuple):
     """The latest end for the next entry of its rank."""
 
 
-class _Rank:
+class _BraidedRank:
     """What one rank runs: its entries in their order, but for those that join an earlier one."""
 
     def __init__(
         self,
-        order: Sequence[_Entry],
+        order: Sequence[_OrderEntry],
         latest: Sequence[_Latest],
         limit_bytes: float | None,
         engine: Engine,
@@ -168,7 +168,7 @@ class _Rank:
 class _Simulated:
     """A plan with its times."""
 
-    def __init__(self, plan: Plan, problem: PlanningProblem, entries: dict[Action, _Entry]) -> None:
+    def __init__(self, plan: Plan, problem: PlanningProblem, entries: dict[Action, _OrderEntry]) -> None:
         """Args: entries: those that are known, of plans with the same options; new ones are added."""
         self.plan, self._problem = plan, problem
         for action in itertools.chain(*plan.orders):
@@ -199,7 +199,7 @@ class _Simulated:
         engine = Engine(self.plan.graph.items, self._problem.message_s)
         block_s = cache(lambda first, second: first.together(second).seconds)
         ranks = [
-            _Rank(order, latest, limit, engine, block_s)
+            _BraidedRank(order, latest, limit, engine, block_s)
             for order, latest, limit in zip(
                 self._orders, self._latest(share), self._problem.memory_limit_bytes, strict=True
             )
@@ -235,8 +235,8 @@ class _Simulated:
         return [latest[::-1] for latest in reversed_latest]
 
 
-def _entry(plan: Plan, problem: PlanningProblem, action: Action) -> _Entry:
+def _entry(plan: Plan, problem: PlanningProblem, action: Action) -> _OrderEntry:
     graph, work = plan.graph, plan.graph.work_of(action)
     items = tuple(graph.items.item(part.kind, part.stage, graph.work_of(part)) for part in action.parts)
     load = plan.option(problem, action.stage, work).load(action.kind) if action.kind in COMPUTE else None
-    return _Entry(action, items, problem.entry_cost(action, work, plan.options), work, load)
+    return _OrderEntry(action, items, problem.entry_cost(action, work, plan.options), work, load)
