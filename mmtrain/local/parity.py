@@ -372,7 +372,7 @@ def describe(config: Config) -> str:
     return (
         f"layout  {layout or 'one rank'}: {shape.world_size} processes (gloo, CPU), "
         f"schedule {section.pipeline_parallel_schedule}, {training.mixed_precision_param}\n"
-        f"job     made small: {modules}; {training.global_batch_size} microbatches of {size}"
+        f"job     scaled down: {modules}; {training.global_batch_size} microbatches of {size}"
         + (f"\ntruth   the class of transformers for the whole {whole}, one call a {call}" if whole else "")
     )
 

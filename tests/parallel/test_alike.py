@@ -13,7 +13,7 @@ from mmtrain.parallel.alike import Subject, check_alike, describe_ranks
 
 
 def subject(name: str = "config", *, partial: bool = False, **values: str) -> Subject:
-    return Subject(name=name, values=values, remedy="mend it", partial=partial)
+    return Subject(name=name, values=values, remedy="correct it", partial=partial)
 
 
 def message_of(*ranks: list[Subject], store: dist.Store | None = None) -> str:
@@ -45,7 +45,7 @@ def test_ranks_that_are_alike_train():
 
 def test_a_difference_names_key_values_and_ranks():
     assert message_of([subject(lr="0.1", seed="3")], [subject(lr="0.1", seed="3")], [subject(lr="0.2", seed="3")]) == (
-        "the processes of this job differ in config: lr = 0.1 on ranks 0-1 (node), but 0.2 on rank 2 (node); mend it"
+        "the processes of this job differ in config: lr = 0.1 on ranks 0-1 (node), but 0.2 on rank 2 (node); correct it"
     )
 
 

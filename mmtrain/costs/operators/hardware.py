@@ -174,7 +174,7 @@ def _hardware(table: dict[str, Any], path: Path) -> Hardware:
     )
     if hardware.contention > 1:
         raise ConfigError(
-            f"{where}.contention = {hardware.contention}; it must be between 0 (exchanges run beside compute for "
+            f"{where}.contention = {hardware.contention}; it must be between 0 (exchanges run during compute for "
             "nothing) and 1 (after it)"
         )
     return hardware
