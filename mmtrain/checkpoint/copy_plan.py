@@ -97,7 +97,7 @@ def _missing(held: Shards, wanted: Shards) -> tuple[dict[Holders, list[MissingBo
 
 
 def _disjoint(shards: Collection[Shard]) -> list[Shard]:
-    """The same elements, each once: copies of a tied matrix on one rank may be divided in different ways."""
+    """Boxes of the same elements, each once: copies of a tied matrix on one rank may be divided in different ways."""
     found: dict[tuple[str, str], list[Shard]] = {}
     for shard in dict.fromkeys(shards):
         boxes = found.setdefault((shard.name, shard.dtype), [])

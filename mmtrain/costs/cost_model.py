@@ -31,7 +31,7 @@ class LayerTimes:
 
     @property
     def deferred(self) -> "LayerTimes":
-        """The same, if the backward does what the forward would."""
+        """The times of a layer whose backward also does what the forward would."""
         return replace(
             self,
             forward_s=0.0,
@@ -156,7 +156,7 @@ class FlopsCosts(ExchangesUnknown):
     p2p: P2P
     host_copy: HostCopy = PCIE
     overheads: Overheads = NO_OVERHEADS
-    """None by default: only FLOPs cost time."""
+    """The overheads, none by default: only FLOPs cost time."""
     noise: Noise = EXACT
     shares: int = 1
     """Ranks of a stage's submesh (context x tensor parallel), which divide each work evenly."""

@@ -41,7 +41,7 @@ class Noise:
 
     @classmethod
     def uniform(cls, deviation: float) -> "Noise":
-        """The same for all kinds of actions, each on its own."""
+        """Noise of equal deviation for all kinds of actions, each action on its own."""
         return cls(forward=deviation, backward=deviation, backward_weight=deviation)
 
     @classmethod

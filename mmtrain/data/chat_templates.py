@@ -77,7 +77,7 @@ class Placeholder(NamedTuple):
     token: str
     """The token of one feature."""
     text: str
-    """It with the markers around it."""
+    """The token with the markers around it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

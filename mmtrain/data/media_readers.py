@@ -206,7 +206,7 @@ class Readers:
     """Kind of content that the model does not read -> why, and what to change."""
 
     def blanked(self, *, images: bool, audio: bool) -> "Readers":
-        """The same with grey images and videos, or silent sounds, or both."""
+        """Readers that give grey images and videos, or silent sounds, or both."""
         of_kind: dict[str, Any] = {}
         for kind, reader in self.of_kind.items():
             data: DataConfig = reader.data

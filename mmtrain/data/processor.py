@@ -73,7 +73,7 @@ class Processor:
         self._marks = re.compile(marks or _NOTHING)
 
     def blanked(self, *, images: bool = True, audio: bool = False) -> "Processor":
-        """The same processor with every image replaced by grey of its size, or each sound by silence of its length."""
+        """This processor with every image replaced by grey of its size, or each sound by silence of its length."""
         other = copy.copy(self)
         other.readers = self.readers.blanked(images=images, audio=audio)
         return other

@@ -232,7 +232,7 @@ def _local(
 
 
 def _without_nulls(make: MakeRecord[R_co]) -> MakeRecord[R_co]:
-    """The same for rows of tables, where a struct has every key that one of them has: null stands for an absent key."""
+    """Records of rows of tables, where a struct has every key that one of them has: null stands for an absent key."""
     return lambda row, index, name, folder: make(
         {column: _present(value) for column, value in row.items()}, index, name, folder
     )

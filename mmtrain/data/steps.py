@@ -41,7 +41,7 @@ from mmtrain.spec.vae_shapes import latent_scale
 M = TypeVar("M")
 """A sample whose size is known and whose images or frames are still encoded."""
 R = TypeVar("R")
-"""The same with its content decoded."""
+"""A sample with its content decoded."""
 T = TypeVar("T")
 DrawnSample = tuple[int, int, bool]
 """A sample of a microbatch, how often its index occurs earlier in the step, and whether encoders read it with the

@@ -313,7 +313,7 @@ def _features(job: Config, module: str) -> str:
 
 
 def _whole_readme(run: StoredRun, lines: list[str], out: Path, final: Path, kind: str) -> str:
-    """The same for one folder of a whole model."""
+    """The readme of the folder of a whole model."""
     reads = f"`transformers.{class_name(kind)}.from_pretrained` reads this folder"
     if run.job.model.contrast is not None:
         lines = [*lines, f"{reads}, and `AutoProcessor` its tokenizer and image processor."]
@@ -330,7 +330,7 @@ def _whole_readme(run: StoredRun, lines: list[str], out: Path, final: Path, kind
 
 
 def _towers_readme(run: StoredRun, lines: list[str], out: Path, final: Path) -> str:
-    """The same for two towers that make no whole model."""
+    """The readme of two towers that make no whole model."""
     contrast = run.job.model.contrast
     assert contrast is not None
     again = list[str]()
@@ -343,7 +343,7 @@ def _towers_readme(run: StoredRun, lines: list[str], out: Path, final: Path) -> 
 
 
 def _video_readme(run: StoredRun, lines: list[str], out: Path, final: Path) -> str:
-    """The same for a text-to-video model."""
+    """The readme of a text-to-video model."""
     null = null_token(load_tokenizer(run.job.tokenizer, captions=True, model=run.job.model))
     section = run.job.model.dit
     assert section is not None

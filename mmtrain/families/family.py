@@ -99,9 +99,9 @@ class Encoder(Network):
     pools: str = ""
     """The key that says whether it has the modules that make the embedding; empty: it always has."""
     images: ImageDefaults | None = None
-    """None: it hears."""
+    """Defaults of the images that it reads; None: it reads sound."""
     videos: Videos | None = None
-    """None: it reads none."""
+    """How it reads videos; None: it reads none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,7 +93,7 @@ class Answerer(ABC):
         return _exported(source)
 
     def blanked(self, *, images: bool = True, audio: bool = False) -> "Answerer":
-        """The same model, which sees grey instead of each image, or hears silence instead of each sound.
+        """This model, which sees grey instead of each image, or hears silence instead of each sound.
 
         Raises: ConfigError: it reads nothing of that kind.
         """
@@ -163,7 +163,7 @@ class _WholeModel(Answerer):
 
 
 class _Exported(_WholeModel):
-    """The same of a folder that somebody else may have made, whose config may fail wherever the class reads it."""
+    """A whole model from a folder made by others, whose config may fail wherever the class reads it."""
 
     def _answer(self, document: Document, sampling: Sampling, streamer: Any) -> Sequence[int] | Tensor:
         try:

@@ -42,7 +42,7 @@ class Ownership:
     """What becomes of the folder at the end."""
 
     stays: bool = False
-    """It stays the job's, another process of which takes it over: a job whose ranks change has no one owner."""
+    """Whether it stays the job's, of which another process takes it over: a job whose ranks change has no one owner."""
 
 
 @contextmanager

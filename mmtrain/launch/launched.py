@@ -29,7 +29,7 @@ class Launched:
     world_size: int
     local_rank: int
     local_world_size: int | None
-    """None: the launcher does not say it."""
+    """The processes of this machine; None: the launcher does not say."""
 
     @classmethod
     def from_environment(cls, variables: Mapping[str, str] = os.environ) -> "Launched":

@@ -90,7 +90,7 @@ class Member:
         assert (source is not None) == (local_rank == 0), "local rank 0 asks for its node"
         self.name, self.ranks, self.local_rank = node.name, node.ranks, local_rank
         self.membership: Membership | None = None
-        """The one that this rank adopted last."""
+        """The membership that this rank adopted last."""
         self._board = board
         self._speaker = None if source is None else _Speaker(node, board, source, silent_s)
         self._index = 0

@@ -43,15 +43,15 @@ class Node:
     digest: str
     """The digest of what all nodes must share, as `make_digest` writes it."""
     generation: int = 0
-    """The last one that it adopted; 0: none."""
+    """The last generation that it adopted; 0: none."""
     members: str = ""
     """Digest of the members of that generation, as `members_digest` makes it."""
     anew: bool = False
-    """It cannot go on in its generation."""
+    """Whether it cannot continue in its generation."""
     step: int | None = None
     """Number of steps of the state that it holds; None: it holds none."""
     leaving: bool = False
-    """It was told to end."""
+    """Whether it was asked to end."""
 
     def __post_init__(self) -> None:
         """Raises: ConfigError: a value breaks a rule."""

@@ -23,9 +23,9 @@ class TimedStep:
     plan: IterationPlan
     outcome: StepOutcome
     start_s: float
-    """All ranks were there."""
+    """The time at which all ranks were there."""
     end_s: float
-    """Weights are updated; on an accelerator all its work is done."""
+    """The time at which weights were updated; on an accelerator with all its work done."""
 
 
 def gradients(

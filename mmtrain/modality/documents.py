@@ -78,7 +78,7 @@ class Labels(Documents):
     works = "head"
 
     def readers(self, module: ModuleSpec) -> tuple[int, ...]:
-        """None: every rank has the labels."""
+        """No stages: every rank has the labels."""
         return ()
 
 
@@ -98,7 +98,7 @@ class Pairs(Documents):
         return {"pairs": sum(document.num_targets for document in units)}
 
     def readers(self, module: ModuleSpec) -> tuple[int, ...]:
-        """None: it reads embeddings alone."""
+        """No stages: it reads embeddings alone."""
         return ()
 
 

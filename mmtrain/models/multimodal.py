@@ -50,7 +50,7 @@ class EncoderModule:
     projector: ProjectorConfig | ProjectorName = "mlp"
     """The section of the projector, or just its kind."""
     trainable: Trainable | None = None
-    """None: whether any parameter of the module requires a gradient; a config trains."""
+    """What of the encoder trains. None: all of it if a parameter of the module requires a gradient; a config trains."""
     token: str = ""
     """The placeholder that its features replace; empty: <NAME>, and of `vision` tokenizer.image_token."""
 

@@ -22,12 +22,12 @@ class RunningStep:
     meta: IterationMeta
     plan: IterationPlan
     planned: Planned | None
-    """None: the planner is off."""
+    """How the step was planned; None: the planner is off."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedStep(RunningStep):
-    """The same when it has run."""
+    """One training step that has run, on one rank."""
 
     outcome: StepOutcome
     """The outcome of the step on this rank."""

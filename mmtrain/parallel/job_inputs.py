@@ -85,7 +85,7 @@ def job_inputs(config: Config, schedule: Schedule, device: torch.device, launche
 def node_inputs(
     config: Config, schedule: Schedule, device: torch.device, local_rank: int, ranks: int
 ) -> tuple[Subject, ...]:
-    """The same of a rank of an elastic job, where each node may read the data.
+    """What a rank of an elastic job starts from, where each node may read the data.
 
     Args: config: of one stage; ranks: of a node.
     """

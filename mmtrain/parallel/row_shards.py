@@ -73,7 +73,7 @@ class RowShards:
 
 
 class WholeRowShards(RowShards):
-    """The same for ranks that each have all rows between layers, r = R: the gradients of these rows are equal, too."""
+    """Row shards of ranks that each have all rows between layers, r = R: the gradients of these rows are equal, too."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__(mesh)

@@ -26,7 +26,7 @@ class Input(NamedTuple):
     """An activation that a work takes from another one."""
 
     work: int
-    """The other one."""
+    """The work that it is taken from."""
     source: int
     """Position in its chain."""
     target: int
@@ -34,7 +34,7 @@ class Input(NamedTuple):
     grad: bool
     """Whether its gradient goes back, if both stages have a backward."""
     size_bytes: float | None
-    """None: as the output of its stage."""
+    """Bytes of the message; None: as the output of its stage."""
 
 
 class Local(NamedTuple):

@@ -107,7 +107,7 @@ class Option:
         return self.activation_bytes if self.weight_bytes is None else self.weight_bytes
 
     def scaled(self, forward: float, backward_input: float, backward_weight: float) -> "Option":
-        """The same with the seconds of F, I and W, exchanges included, times factors."""
+        """This option with the seconds of F, I and W, exchanges included, times factors."""
         return replace(
             self,
             forward_s=forward * self.forward_s,

@@ -76,7 +76,7 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def check_steps(path: Path) -> None:
-    """The same of a tokenizer.json alone."""
+    """Checks a tokenizer.json alone, as `check_tokenizer` does."""
     steps = read_json("tokenizer.path", path)
     for kind in ("normalizer", "pre_tokenizer", "decoder"):
         growth = _growth(steps.get(kind))

@@ -17,7 +17,7 @@ class Division:
     tp: int = 1
     """Ranks that divide the layers' columns."""
     whole_rows: bool = False
-    """These ranks each have all rows between layers, and do not divide them."""
+    """Whether these ranks each have all rows between layers, and do not divide them."""
     groups: int = 1
     """Groups of tp ranks that divide the rows."""
     key_groups: int = 1

@@ -275,7 +275,7 @@ def _frames(halved: int) -> Rates:
 
 
 def _later_frames(halved: int) -> Rates:
-    """The same without the first frame, which the strided convolution over time leaves out."""
+    """The frames of `_frames` without the first one, which the strided convolution over time leaves out."""
     remaining = 4 / 2**halved
     return Rates(row=remaining / 3, output=-remaining / 3)
 

@@ -24,7 +24,7 @@ class Marks:
     """The generation in which it trained last."""
     began: int = 0
     ended: int = 0
-    """See `Report`."""
+    """See `RankReport`."""
     values: dict[str, float] = field(default_factory=dict)
     """Metrics of the newest step."""
 

@@ -13,7 +13,7 @@ def why_ended(config: Config, state: TrainState) -> str:
 
 
 def why_before_its_end(config: Config, state: TrainState) -> str:
-    """The same of a job that ends before its last step."""
+    """Why a job ends before its last step; empty: it does not."""
     return "" if _why_done(config, state) else _why_early(config, state)
 
 

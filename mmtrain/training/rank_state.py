@@ -65,13 +65,13 @@ class RankState:
 
     @property
     def trainer(self) -> Trainer:
-        """It is there from the first layout on."""
+        """The trainer of this rank, which exists from the first layout on."""
         assert self._trainer is not None
         return self._trainer
 
     @property
     def step(self) -> int:
-        """The newest one of the job."""
+        """The newest step of the job."""
         return self.trainer.state.step
 
     # ------------------------------------------------------------------------------------------- telling

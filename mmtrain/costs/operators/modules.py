@@ -356,7 +356,7 @@ class ChunkedHead:
     chunk_tokens: int
     """Positions of a piece."""
     repeats: bool
-    """It is a part."""
+    """Whether it is a part of the tokens, whose backward repeats the product."""
     trainable: bool = True
 
     def __call__(self, x: Var) -> Var:

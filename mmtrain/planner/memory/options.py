@@ -52,7 +52,7 @@ class MemoryChoices:
 
     @property
     def fixed(self) -> "MemoryChoices":
-        """The same without a choice."""
+        """The strategies of `section` alone, without a choice."""
         return replace(self, strategies=())
 
     @property

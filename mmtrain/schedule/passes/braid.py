@@ -63,7 +63,7 @@ class _OrderEntry:
     cost: EntryCost
     work: int
     load: Load | None
-    """None: it joins no other one."""
+    """The load by which it may join another entry; None: it joins none."""
 
     def joins(self, other: "_OrderEntry") -> bool:
         """Whether both may be one block: a forward, and a B, I or W of another work."""

@@ -55,7 +55,7 @@ def _run(bound: Bound, *, at_once: bool = False) -> Plan:
 
 
 def _compiled(bound: Bound) -> Plan | None:
-    """The same by the kernel; None: it gets stuck, and `_run` says why."""
+    """The plan of one run of the kernel; None: it gets stuck, and `_run` says why."""
     from mmtrain.schedule.recipe import arrays, kernel  # with numpy and numba
 
     state = arrays.Arrays(bound.shared).state(bound)

@@ -55,7 +55,7 @@ class Judged:
     bubble: float = 0.0
     """Idle fraction of the pipeline ranks, mean over the steps."""
     mfu: float | None = None
-    """None: the peak rate of a device is unknown."""
+    """Model FLOPs utilisation; None: the peak rate of a device is unknown."""
     problem: str = ""
     """Why it does not run."""
     missing_bytes: float = math.inf

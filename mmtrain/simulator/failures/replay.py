@@ -150,7 +150,7 @@ class _Player:
             self._restart(self.costs.detection_s)
 
     def _change(self, before: Running, after: Running) -> None:
-        """Another layout of nodes that are all there, at a step's end."""
+        """Changes the layout at a step's end, with all nodes of the one before still there."""
         if self.system.live:
             self._copy(before.held(), after)
             return
