@@ -28,7 +28,7 @@ class Finding(NamedTuple):
     """A line of the report."""
 
     is_good: bool
-    """False: a warning, which does not stop `mmtrain train`."""
+    """Whether all is well; False: a warning, which does not stop `mmtrain train`."""
     text: str
 
 

@@ -21,7 +21,7 @@ from mmtrain.spec.model_configs import language_config
 from mmtrain.spec.spec import ModelSpec
 
 EPOCHS = 3.0
-"""Unless told otherwise."""
+"""The epochs, unless an override says otherwise."""
 _FULL_LR, _LORA_LR = 1e-5, 1e-4
 """Peak learning rates of all weights, and of adapters: usual ones of published fine-tunings."""
 _LEAST_TOKENS, _MOST_TOKENS = 256, 4096

@@ -89,7 +89,7 @@ class ChatTemplate:
     """
 
     text: str
-    """Jinja."""
+    """The template in Jinja."""
     forms: Mapping[str, Callable[[str], Any]]
     """Role -> what makes of a text the content that its messages have."""
     breaks: frozenset[str]

@@ -320,7 +320,7 @@ class LanguageChunk(Chunk):
         self.vocabulary: VocabularySharding = WholeVocabulary()
         """Set by tensor parallelism, which divides it."""
         self.shards = TokenShards()
-        """Likewise."""
+        """The division of the head's tokens, set likewise."""
 
     def blocks(self) -> list[nn.Module]:
         return list(self.language.get_submodule(self.adapter.blocks).children())

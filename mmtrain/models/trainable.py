@@ -116,11 +116,11 @@ class AdapterNames(NamedTuple):
     """Names of the parameters of one layer's adapter."""
 
     down: str
-    """A [rank, inputs]."""
+    """The name of matrix A, [rank, inputs]."""
     up: str
-    """B [outputs, rank]."""
+    """The name of matrix B, [outputs, rank]."""
     magnitude: str
-    """[outputs]; only DoRA has it."""
+    """The name of the lengths of rows, [outputs]; only DoRA has them."""
 
 
 def adapter_names(name: str) -> AdapterNames:

@@ -32,7 +32,7 @@ from mmtrain.planner.plan_json import plan_to_json
 from mmtrain.schedule.io.strict_json import write_text
 
 FOLDER = "out_of_memory"
-"""Inside of job.dump_folder."""
+"""The folder of snapshots, inside of job.dump_folder."""
 
 _MESSAGES = (
     "DefaultCPUAllocator: can't allocate memory",

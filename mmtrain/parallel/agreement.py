@@ -19,7 +19,7 @@ Mark = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """What a rank tells."""
+    """What a rank reports to the others of its generation."""
 
     node: str
     mark: Mark | None = None

@@ -27,7 +27,7 @@ _PAUSE_S = 0.01
 
 
 class Generation:
-    """Made by `meet`. Its threads and sockets end with `end`."""
+    """The process groups and the store of one membership. Its threads and sockets end with `end`."""
 
     def __init__(
         self,

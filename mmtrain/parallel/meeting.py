@@ -29,7 +29,7 @@ class Patience:
 
     seconds: float
     rule: str
-    """What says so, for messages."""
+    """The key that sets it, for messages."""
 
     @classmethod
     def at_start(cls, comm: CommConfig) -> "Patience":

@@ -28,9 +28,9 @@ class Job:
     partition: Partition
     section: PlannerConfig
     costs: CostModel
-    """What layers and transfers take."""
+    """The costs of layers and transfers."""
     schedule: Schedule
-    """Named, or from a file."""
+    """The schedule, named or from a file."""
     sub_microbatch_size: SubMicrobatch
     """Images in one vision work; 0: all of a microbatch."""
     sharded: bool

@@ -44,7 +44,7 @@ class JobMethod:
     """The schedule of parallelism.pipeline_parallel_schedule."""
     section: PlannerConfig
     search: SearchOptions | None = None
-    """None: no search."""
+    """Options of the search; None: no search."""
 
     @classmethod
     def searching(

@@ -37,7 +37,7 @@ class Series:
     dash: int = 0
     """The kind of line: 0 is solid, 1 and 2 are dashed."""
     dots: bool = False
-    """Marks each point."""
+    """Whether each point is marked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class Chart:
     series: Sequence[Series]
     stacked: bool = False
     log: bool = False
-    """Offers a logarithmic axis."""
+    """Whether a logarithmic axis is offered."""
     zero: bool = True
     """The axis begins at 0."""
 

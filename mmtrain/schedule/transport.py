@@ -38,7 +38,7 @@ class _TransferEnd:
     source: int
     target: int
     name: tuple[bool, int, int, int, int]
-    """Equal on both ends: (forward, source stage, target stage, microbatch, sub_microbatch)."""
+    """The message, equal on both ends: (forward, source stage, target stage, microbatch, sub_microbatch)."""
 
 
 def check_transport(program: Program, models: Sequence[str] = tuple(MODELS)) -> None:

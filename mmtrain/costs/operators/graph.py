@@ -112,7 +112,7 @@ class Operator:
     mem_bytes: Rates = ZERO_RATES
     """Read from and written to the device's memory."""
     net_bytes: Rates = ZERO_RATES
-    """Sent by each rank."""
+    """Bytes that each rank sends."""
     shape: ProductShape | None = None
     """Sizes of a product; None: it runs at the full rate of its kind."""
     launches: int = 1

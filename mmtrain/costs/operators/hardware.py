@@ -74,7 +74,7 @@ class Hardware:
     compute: DeviceKind
     """The kind of device that computes: gpu or cpu."""
     bf16_flops_per_s: float
-    """Dense (without sparsity)."""
+    """Peak rate in bfloat16, dense (without sparsity)."""
     fp32_flops_per_s: float
     memory_bytes_per_s: float
     memory_bytes: float

@@ -46,7 +46,7 @@ class CaptionedImage:
 
     @property
     def caption(self) -> str:
-        """What is seen."""
+        """A description of what the image shows."""
         return self.clip.caption
 
 

@@ -41,7 +41,7 @@ EASY_BUCKET = (EASY_FRAMES, EASY_SIDE, EASY_SIDE)
 """Frames, height and width of a clip of the easy level."""
 
 _EASY_SIZE, _EASY_SPEED = "", "steadily"
-"""Not said in captions."""
+"""Size and speed of the easy level, which captions do not name."""
 _RADII = SIZES | {_EASY_SIZE: 0.237}
 _RATES = SPEEDS | {"": 0.0, _EASY_SPEED: 7 / 6}
 

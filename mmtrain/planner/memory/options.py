@@ -78,7 +78,7 @@ class BlockPrice:
 
     @property
     def amounts(self) -> tuple[float, float, float, float]:
-        """All four values."""
+        """The four values of the price."""
         return self.forward_s, self.backward_s, self.kept_bytes, self.host_bytes
 
 

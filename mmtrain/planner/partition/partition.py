@@ -34,7 +34,7 @@ class StageSpec:
     """One chunk of one module and the pipeline rank that runs it."""
 
     index: int
-    """Global over all modules."""
+    """The index over all modules."""
     module: str
     layers: tuple[int, int]
     """Range of the module's layers, the end excluded."""
@@ -42,9 +42,9 @@ class StageSpec:
     segment: int
     """Index of the pass over the pipeline ranks, within the module; if mixed, within the chain of all modules."""
     first: bool
-    """Holds the module's first layer."""
+    """Whether it holds the module's first layer."""
     last: bool
-    """Holds the module's last layer."""
+    """Whether it holds the module's last layer."""
     of_vocabulary: bool = False
     """Whether its module is a part of a divided vocabulary, or joins such parts."""
 

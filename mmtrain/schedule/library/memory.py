@@ -169,7 +169,7 @@ class Memory:
         self._limit = [max(limit, *(rest[r] for rest in self._rest)) for r, limit in enumerate(self._limit)]
 
     def limit(self, pool: int) -> float:
-        """What a pool may hold."""
+        """The bytes that a pool may hold."""
         return self._limit[pool]
 
     def fits(self, node: int) -> bool:

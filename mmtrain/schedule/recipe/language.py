@@ -114,9 +114,9 @@ class Moment:
     """In a step function, what the rank could start, as inputs are there and limits have room: F, then B or I, oldest
     first, then W, then instructions. Empty in a check function."""
     started: frozenset[Action]
-    """What this rank has started."""
+    """The actions that this rank has started."""
     last: Action | None
-    """What it started last."""
+    """The action that it started last; None: none."""
 
 
 Limit = int | Sequence[int] | Sequence[Sequence[int]] | Callable[[RankInfo], int]

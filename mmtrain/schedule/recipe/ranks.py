@@ -192,7 +192,7 @@ class Ranks(Policy):
         return sorted(queued, key=self._age.__getitem__) + self._weights[rank] + self._instructions[rank]
 
     def _moment(self, rank: int, ready: tuple[Action, ...] = ()) -> Moment:
-        """What a function sees."""
+        """The moment that a function of the recipe sees."""
         started = self._started[rank]
         if len(self._sets[rank]) < len(started):
             self._sets[rank] = frozenset(started)
