@@ -147,7 +147,7 @@ def _patch(armed: _Armed) -> None:
         ("forming", Generation, "_form"),
         ("agreement", RankState, "told"),
         ("build", Trainer, "build"),
-        ("taken up", Trainer, "take_up"),
+        ("taken up", Trainer, "resume_state"),
         ("saving", Trainer, "end_step"),
         ("writing", Checkpointer, "_publish"),
         ("validating", Trainer, "validate"),

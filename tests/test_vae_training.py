@@ -52,4 +52,4 @@ def test_check_parity_makes_the_vae_small(tmp_path, capsys):
     keys = [*layout(pp=2), "parallelism.pipeline_parallel_schedule=ZB-H1"]
     with warm_ranks():
         assert main(["check-parity", "--config", str(path), "--synthetic", *(f"--{key}" for key in keys)]) == 0
-    assert re.search(r"made small: .*vae autoencoder_kl, .* parameters in 1 layers", capsys.readouterr().out)
+    assert re.search(r"scaled down: .*vae autoencoder_kl, .* parameters in 1 layers", capsys.readouterr().out)

@@ -1,5 +1,5 @@
-"""Who sends what to whom, when the state of a job moves to another layout: a pure function of what each rank holds and
-wants.
+"""The plan of what each rank sends to which others when the state of a job moves to another layout: a pure function of
+what each rank holds and wants.
 
 What a rank holds itself is not copied. Each missing piece has one sender that holds it, and pieces are cut and dealt
 so that the busiest sender's bytes are the least possible.
@@ -21,26 +21,26 @@ ITEM_BYTES = {
     **dict.fromkeys(("float16", "bfloat16", "int16"), 2),
     **dict.fromkeys(("int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2"), 1),
 }
-"""dtype -> bytes of an element."""
+"""The bytes of an element of each dtype."""
 
 
 class Shard(NamedTuple):
     """A box of a tensor of the whole model."""
 
     name: str
-    """Under which a checkpoint stores it."""
+    """The name under which a checkpoint stores the tensor."""
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
     dtype: str
 
     @property
     def elements(self) -> int:
-        """Their number."""
+        """The number of elements."""
         return math.prod(self.lengths)
 
     @property
     def num_bytes(self) -> int:
-        """Of all elements."""
+        """The bytes of all elements."""
         return self.elements * ITEM_BYTES[self.dtype]
 
 
@@ -73,13 +73,8 @@ def copy_plan(held: Shards, wanted: Shards) -> tuple[BoxCopy, ...]:
     return tuple(sorted(copies))
 
 
-def without_holder(held: Shards, wanted: Shards) -> tuple[str, ...]:
-    """Names of the tensors of which no rank holds some wanted piece: they are lost, or were never there."""
-    return tuple(_missing(held, wanted)[1])
-
-
 MissingBox = tuple[int, Shard]
-"""(receiver, box that it lacks)."""
+"""A receiver and a box that it lacks."""
 
 
 def _missing(held: Shards, wanted: Shards) -> tuple[dict[Holders, list[MissingBox]], list[str]]:
@@ -102,7 +97,7 @@ def _missing(held: Shards, wanted: Shards) -> tuple[dict[Holders, list[MissingBo
 
 
 def _disjoint(shards: Collection[Shard]) -> list[Shard]:
-    """The same elements, each once: copies of a tied matrix on one rank may be divided in different ways."""
+    """Boxes of the same elements, each once: copies of a tied matrix on one rank may be divided in different ways."""
     found: dict[tuple[str, str], list[Shard]] = {}
     for shard in dict.fromkeys(shards):
         boxes = found.setdefault((shard.name, shard.dtype), [])
@@ -165,7 +160,7 @@ class _Grid:
 
 
 def _grids(held: Shards) -> dict[tuple[str, str], _Grid]:
-    """(name, dtype) -> the held boxes."""
+    """The held boxes of each (name, dtype)."""
     boxes: dict[tuple[str, str], dict[Shard, list[int]]] = {}
     for rank, shards in enumerate(held):
         for shard in dict.fromkeys(shards):

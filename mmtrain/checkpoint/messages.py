@@ -16,7 +16,7 @@ class BoxMessage(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of all boxes."""
+        """The bytes of all boxes."""
         return sum(shard.num_bytes for shard in self.shards)
 
 
@@ -33,7 +33,7 @@ def rounds_of(rank: int, copies: Sequence[BoxCopy], most_bytes: int) -> list[Rou
     Args: copies: of all ranks. most_bytes: of a message.
     """
     busy: tuple[dict[int, int], dict[int, int]] = {}, {}
-    """Of senders and of receivers: rank -> the rounds that have a message of it, as bits."""
+    """The rounds in which a rank sends, and those in which it receives, as bits: rank -> rounds."""
     own: dict[int, Round] = {}
     for message in _alternating(copies, most_bytes):
         taken = busy[0].get(message.sender, 0) | busy[1].get(message.receiver, 0)

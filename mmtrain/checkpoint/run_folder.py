@@ -42,7 +42,7 @@ class StoredRun:
     """Step of the checkpoint."""
     checkpoint: StoredCheckpoint
     weights: Weights
-    """Of the modules that train; others have only one kind."""
+    """The weights that are read of modules that train; others have only one kind."""
 
 
 CheckpointStep = int | Literal["best"]

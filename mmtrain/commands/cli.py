@@ -124,11 +124,11 @@ def _guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace)
     try:
         return run(args)
     except MMTrainError as error:
-        return _said(str(error), 2)
+        return _print_error(str(error), 2)
     except RankDiedError as error:
         if error.text:
             print(for_terminal(error.text), file=sys.stderr)
-        return _said(str(error), error.exit_status)
+        return _print_error(str(error), error.exit_status)
     except Stopped as stop:
         return stop.exit_status
     except KeyboardInterrupt:
@@ -138,10 +138,10 @@ def _guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace)
         return 1
     except OSError as error:
         named = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
-        return _said(named, 2)
+        return _print_error(named, 2)
 
 
-def _said(text: str, status: int) -> int:
+def _print_error(text: str, status: int) -> int:
     """The status, after the text was printed. Of the processes that torchrun started here, one prints what all say."""
     text, report, first = for_terminal(text), os.environ.get("TORCHELASTIC_ERROR_FILE"), True
     if report is not None:

@@ -21,11 +21,11 @@ from mmtrain.spec.model_configs import language_config
 from mmtrain.spec.spec import ModelSpec
 
 EPOCHS = 3.0
-"""Unless told otherwise."""
+"""The epochs, unless an override says otherwise."""
 _FULL_LR, _LORA_LR = 1e-5, 1e-4
 """Peak learning rates of all weights, and of adapters: usual ones of published fine-tunings."""
 _LEAST_TOKENS, _MOST_TOKENS = 256, 4096
-"""Of a microbatch, unless a sample asks for more than the least, or an override says otherwise."""
+"""The limits of a microbatch's tokens, unless a sample asks for more than the least, or an override says otherwise."""
 _STEP_SAMPLES = 32
 """Samples of a step, of data that are large enough for ten such steps an epoch."""
 _STEPS_AN_EPOCH = 10
@@ -49,7 +49,7 @@ class Devices:
     count: int
     """Ranks."""
     memory_bytes: float
-    """Of each."""
+    """The memory of each device."""
     name: str
     is_cpu: bool
 
@@ -75,7 +75,7 @@ class FineTuning:
     """`model_type` of the model."""
     spec: ModelSpec
     found: Statistics
-    """Of the training samples."""
+    """The statistics of the training samples."""
     held_out: int | None
     """Samples to validate on; None: of a stream."""
     toml: str
@@ -115,7 +115,7 @@ def prepared(wanted: FineTuningRequest, devices: Devices) -> FineTuning:
 
 
 def _of_model(source: str) -> tuple[str, TomlTable]:
-    """(`model_type`, the sections of a job that starts from the model).
+    """The `model_type` and the sections of a job that starts from the model.
 
     Raises: ConfigError: of a family that does not answer.
     """

@@ -33,7 +33,7 @@ MOVED: dict[str, str] = {
 
 
 def new_name(key: str) -> str:
-    """Where a key has moved to; empty: it has not. Args: key: dotted."""
+    """The name that a key has moved to; empty: it has not moved. Args: key: dotted."""
     return MOVED.get(key, "")
 
 

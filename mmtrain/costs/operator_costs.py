@@ -136,17 +136,17 @@ class OperatorCosts:
 
     @property
     def contention(self) -> float:
-        """That of the hardware; 1 where the runtime hides no exchange."""
+        """The contention of the hardware; 1 where the runtime hides no exchange."""
         return self._hardware.contention if self._hides else 1.0
 
     @property
     def overheads(self) -> Overheads:
-        """Those of the hardware, mostly none: the fixed time of each operator is part of its layer."""
+        """The overheads of the hardware, mostly none: the fixed time of each operator is part of its layer."""
         return self._hardware.overheads
 
     @property
     def noise(self) -> Noise:
-        """planner.search.noise, of each action on its own."""
+        """The noise of `planner.search.noise`, of each action on its own."""
         return self._noise
 
     @property

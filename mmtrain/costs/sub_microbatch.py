@@ -20,7 +20,7 @@ class Curve:
     patches: int
     """Patches of each image, or latent tokens of each clip."""
     seconds: tuple[tuple[int, float], ...]
-    """(images or clips, seconds of the forward and backward of one stage), ascending."""
+    """Numbers of images or clips, ascending, each with the seconds of the forward and backward of one stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class ChosenSubMicrobatch:
     size: int
     """Images in one vision work, or clips in one DiT work."""
     efficiency: tuple[tuple[int, float], ...]
-    """(images, images a second relative to the best), ascending."""
+    """Numbers of images, ascending, each with its images a second relative to the best."""
     still_rises: bool
     """Whether the largest tested size was the best, so that larger ones might be better."""
 

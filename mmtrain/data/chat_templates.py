@@ -26,7 +26,8 @@ class Ending(NamedTuple):
     label of an answer's last position, and not in the text."""
 
     def end(self, before: str, after: str) -> int:
-        """Where the targets of an answer end. Args: before, after: the conversation up to the answer, and with it."""
+        """The character at which the targets of an answer end. Args: before, after: the conversation up to the answer,
+        and with it."""
         content = after.removesuffix(self.behind) if len(after) - len(self.behind) >= len(before) else after
         if self.learned and len(content) < len(after):
             return len(content) + self.learned
@@ -76,7 +77,7 @@ class Placeholder(NamedTuple):
     token: str
     """The token of one feature."""
     text: str
-    """It with the markers around it."""
+    """The token with the markers around it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +89,7 @@ class ChatTemplate:
     """
 
     text: str
-    """Jinja."""
+    """The template in Jinja."""
     forms: Mapping[str, Callable[[str], Any]]
     """Role -> what makes of a text the content that its messages have."""
     breaks: frozenset[str]
@@ -96,7 +97,7 @@ class ChatTemplate:
     moved: frozenset[str]
     """Kinds that the template shows before the text, wherever they are."""
     kinds: frozenset[str]
-    """Those that the model reads."""
+    """The kinds of content that the model reads."""
     placeholders: re.Pattern[str]
     """What stands for an item in the text of a record, with the backslash before one that is text."""
 
@@ -169,8 +170,8 @@ def _text(text: str) -> Iterator[ChatPart]:
 
 
 def _around(tokenizer: Any, kind: str, placeholders: Mapping[str, Placeholder]) -> tuple[str, bool] | None:
-    """(what a template writes between an item and the text behind it, whether it shows an item behind a text before
-    it); None: it shows no item of the kind, or not as one placeholder."""
+    """What a template writes between an item and the text behind it, and whether it shows an item behind a text before
+    it; None: it shows no item of the kind, or not as one placeholder."""
     item, text = {"type": kind}, {"type": "text", "text": PROBE}
     token, tokens = placeholders[kind].token, {other.token for other in placeholders.values()}
     behind = []

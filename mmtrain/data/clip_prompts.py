@@ -29,7 +29,7 @@ class ClipPrompts:
     """The clips of a sheet: the prompts, and what the DiT reads of them in one call."""
 
     prompts: tuple[str, ...]
-    """Of each clip."""
+    """The prompt of each clip."""
     noise: Tensor
     """[N, C, F, H, W]: where each clip begins."""
     text_ids: tuple[Tensor, ...]
@@ -43,7 +43,7 @@ class ClipPrompts:
 
     @property
     def meta(self) -> IterationMeta:
-        """Of an iteration that predicts all clips once."""
+        """The metadata of an iteration that predicts all clips once."""
         return IterationMeta(microbatches=tuple(MicrobatchMeta(clips=clips) for clips in self.metas))
 
     def batch(self, clips: Sequence[Tensor]) -> Batch:

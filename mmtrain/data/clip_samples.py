@@ -24,7 +24,7 @@ class ReadClip:
 
     meta: ClipMeta
     text_ids: np.ndarray
-    """[T] int64."""
+    """The token ids of the caption, [T] int64."""
     latents: Tensor
     """[C, F, H, W] float32; pixels if the job has a VAE."""
 
@@ -71,7 +71,7 @@ class VideoSamples:
         return self._processor.truncated(measured, num_tokens)
 
     def size(self, measured: Clip) -> tuple[int, ...]:
-        """Its number of frames, and 1 clip."""
+        """The clip's number of frames, and 1 clip."""
         return self._geometry.pixels(measured.meta.bucket)[0], 1
 
     def read(self, measured: Clip, occurrence: int) -> ReadClip:

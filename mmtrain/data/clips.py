@@ -1,4 +1,4 @@
-"""From a record of a video clip to its caption's tokens, its bucket, and the latents or pixels that the model reads."""
+"""Reading a video clip: its caption's tokens, its bucket, and the latents or pixels that the model reads."""
 
 import io
 import math
@@ -27,7 +27,7 @@ class Clip:
 
     meta: ClipMeta
     text_ids: np.ndarray
-    """[T] int64."""
+    """The token ids of the caption, [T] int64."""
     frame_indices: tuple[int, ...]
     """Indices of the frames that are read; empty for latents, whose first frames are read."""
     record: VideoRecord

@@ -19,7 +19,7 @@ class Form:
     columns: tuple[str, ...]
     """A source of this form has all of them."""
     messages: Callable[[Any, str], Sequence[ChatMessage]]
-    """(row, where it is) -> its messages; raises DataError."""
+    """A function that makes the messages of a row, given where it is; raises DataError."""
     one_turn: bool = False
     """Whether it is one question and its answer."""
     about_image: bool = False
@@ -32,7 +32,7 @@ class Form:
 
     @property
     def name(self) -> str:
-        """Its columns, for messages."""
+        """The columns of the form, for error messages."""
         return " with ".join(f"`{column}`" for column in self.columns) + (
             " with an image, video or sound" if self.about_image else ""
         )
@@ -119,12 +119,12 @@ def system_message(row: Mapping[str, Any], messages: Sequence[ChatMessage], wher
     column = next((column for column in SYSTEM if not is_absent(row.get(column))), None)
     if column is None:
         return ()
-    said = _said("system", row[column], f"{where}: `{column}`")
+    message = _text_message("system", row[column], f"{where}: `{column}`")
     if messages and messages[0].get("role") == "system":
-        if messages[0].get("content") == said["content"]:
+        if messages[0].get("content") == message["content"]:
             return ()
         raise DataError(f"{where}: it has `{column}`, and its messages begin with another of the role system; keep one")
-    return (said,)
+    return (message,)
 
 
 def _turns(column: str) -> Callable[[Any, str], Sequence[ChatMessage]]:
@@ -181,7 +181,7 @@ def _pairs(row: Any, where: str) -> Sequence[ChatMessage]:
     pairs = _list_of_structs(row, "texts", "user and assistant", where)
     if not pairs:
         raise DataError(f"{where}: `texts` is empty; it needs a question with its answer")
-    return [_said(role, pair.get(role), f"{where}: `{role}` of `texts`") for pair in pairs for role in _PAIR]
+    return [_text_message(role, pair.get(role), f"{where}: `{role}` of `texts`") for pair in pairs for role in _PAIR]
 
 
 _PAIR = ("user", "assistant")
@@ -189,7 +189,7 @@ _PAIR = ("user", "assistant")
 
 def _question(row: Any, where: str) -> Sequence[ChatMessage]:
     columns = zip(_PAIR, ("question", "answer"), strict=True)
-    return [_said(role, row[column], f"{where}: `{column}`") for role, column in columns]
+    return [_text_message(role, row[column], f"{where}: `{column}`") for role, column in columns]
 
 
 def _instruction(row: Any, where: str) -> Sequence[ChatMessage]:
@@ -198,22 +198,31 @@ def _instruction(row: Any, where: str) -> Sequence[ChatMessage]:
     if not isinstance(turns, list) or not all(isinstance(turn, list | tuple) and len(turn) == 2 for turn in turns):
         raise DataError(f"{where}: `history` is not a list of pairs; write a question and its answer")
     before = [
-        _said(role, text, f"{where}: `history`") for turn in turns for role, text in zip(_PAIR, turn, strict=True)
+        _text_message(role, text, f"{where}: `history`")
+        for turn in turns
+        for role, text in zip(_PAIR, turn, strict=True)
     ]
     parts = [
-        _said("user", row[column], f"{where}: `{column}`")["content"]
+        _text_message("user", row[column], f"{where}: `{column}`")["content"]
         for column in ("instruction", "input")
         if not is_absent(row.get(column))
     ]
-    return [*before, _said("user", "\n".join(parts), where), _said("assistant", row["output"], f"{where}: `output`")]
+    return [
+        *before,
+        _text_message("user", "\n".join(parts), where),
+        _text_message("assistant", row["output"], f"{where}: `output`"),
+    ]
 
 
 def _about_image(column: str) -> Callable[[Any, str], Sequence[ChatMessage]]:
     """The reader of a column with a text about an image, which is the answer to the image alone."""
-    return lambda row, where: [_said("user", "", where), _said("assistant", row[column], f"{where}: `{column}`")]
+    return lambda row, where: [
+        _text_message("user", "", where),
+        _text_message("assistant", row[column], f"{where}: `{column}`"),
+    ]
 
 
-def _said(role: str, text: Any, what: str) -> ChatMessage:
+def _text_message(role: str, text: Any, what: str) -> ChatMessage:
     if not isinstance(text, str):
         raise DataError(f"{what} is a {type(text).__name__}; it must be text")
     return {"role": role, "content": text}

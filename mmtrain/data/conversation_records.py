@@ -61,7 +61,7 @@ class Record:
     """One sample of the source, not decoded."""
 
     sample: int
-    """Its index in the source."""
+    """The index of the record in the source."""
     messages: tuple[ChatMessage, ...]
     images: tuple[RawMedium, ...]
     """Images, and behind them videos, sounds and those of further encoders, each kind in the order of its placeholders.

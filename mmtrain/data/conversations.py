@@ -60,7 +60,7 @@ class Conversations:
         return self.processor.truncated(measured, num_tokens)
 
     def size(self, measured: Document) -> tuple[int, ...]:
-        """Its tokens."""
+        """The number of its tokens."""
         return (measured.meta.num_tokens,)
 
     def read(self, measured: Document, occurrence: int) -> ReadDocument:

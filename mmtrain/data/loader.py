@@ -34,8 +34,8 @@ from mmtrain.planner.assignment.step_assigner import StepAssigner
 logger = logging.getLogger("mmtrain")
 
 IMPORTED = ("mmtrain.data.loader", "datasets", "transformers.models.auto.tokenization_auto")
-"""By the process that workers are forked from. Most samples need all of it: 1.5 of the 1.9 CPU seconds of a worker's
-first batch, which a layout that begins in a running job waits for."""
+"""The modules that the process from which workers are forked imports. Most samples need all of them: 1.5 of the 1.9 CPU
+seconds of a worker's first batch, which a layout that begins in a running job waits for."""
 
 LoadedStep = tuple[Batch, IterationMeta, LoaderState]
 """A replica's tensors, their metadata, and the loader state after them."""
@@ -279,9 +279,9 @@ class _Wire:
     integers: Tensor
     pixels: Tensor
     layout: list[tuple[int, int, list[tuple[int, ...]], list[tuple[int, ...]]]]
-    """For each microbatch: tokens, image tokens, shapes of its images, their names."""
+    """The layout of each microbatch: tokens, image tokens, shapes of its images, their names."""
     clip_layout: list[tuple[int, list[tuple[int, ...]], list[tuple[int, int]]]]
-    """For each microbatch of clips: tokens of its captions, shapes of its latents, names of its clips."""
+    """The layout of each microbatch of clips: tokens of its captions, shapes of its latents, names of its clips."""
     meta: IterationMeta
     state: LoaderState
 

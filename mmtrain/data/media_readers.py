@@ -109,7 +109,7 @@ class ImageReader(MediaReader):
         return blank(image) if self.data.blank_images else image
 
     def _size(self, raw: RawImage, size: tuple[int, int]) -> tuple[int, int]:
-        """(height, width) that the geometry resizes: of the image, or as its record says."""
+        """The height and width that the geometry resizes: of the image, or as its record says."""
         return raw.size.resized(*size, self.geometry) if raw.size else size
 
 
@@ -121,7 +121,7 @@ class VideoReader(MediaReader):
     token: str
     module: str = "vision"
     geometry: ImageGeometry
-    """Of the encoder's images, which says the number of tokens."""
+    """The geometry of the encoder's images, which gives the number of tokens."""
     rules: VideoRules
     pixels: PixelRules
     data: DataConfig
@@ -206,7 +206,7 @@ class Readers:
     """Kind of content that the model does not read -> why, and what to change."""
 
     def blanked(self, *, images: bool, audio: bool) -> "Readers":
-        """The same with grey images and videos, or silent sounds, or both."""
+        """Readers that give grey images and videos, or silent sounds, or both."""
         of_kind: dict[str, Any] = {}
         for kind, reader in self.of_kind.items():
             data: DataConfig = reader.data
@@ -318,8 +318,9 @@ def image_rules(config: Config, module: str = "vision") -> tuple[ImageGeometry, 
 
 
 def image_processor(config: Config) -> tuple[str, str]:
-    """(key of the config that names it, id or folder) of the image processor of a job: that of the whole model which
-    the encoder is a part of, if it has one and data.image_processor names no other; empty: the encoder's default."""
+    """The key of the config that names it, and the id or folder, of the image processor of a job: that of the whole
+    model which the encoder is a part of, if it has one and data.image_processor names no other; empty: the encoder's
+    default."""
     encoder, whole = config.model.encoder, config.model.pretrained
     if not config.data.image_processor and whole and encoder is not None and encoder.pretrained == whole:
         key = "model.pretrained"

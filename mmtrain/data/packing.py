@@ -1,4 +1,4 @@
-"""Which samples form a step, and which of its microbatches each one goes to. Pure and deterministic.
+"""The choice of the samples of a step, and of the microbatch that each one goes to. Pure and deterministic.
 
 The samples of all epochs form one endless sequence: each epoch is a permutation of the source drawn from (seed, epoch).
 Each of several sources has such a sequence, and theirs are mixed: the source of each position is drawn from (seed,
@@ -116,13 +116,13 @@ class StepPlan:
     dropped: tuple[Dropped, ...]
     """Samples that were left out."""
     state: LoaderState
-    """Where the next step starts."""
+    """The state of the loader at which the next step starts."""
     blank: frozenset[int] = frozenset()
     """Bins for which there is no sample: each repeats one, of which the step takes neither content nor loss."""
 
 
 class SampleOrder(Protocol):
-    """Which sample of a job's sources is at each position of the endless sequence, as a number for each sample."""
+    """The sample of a job's sources at each position of the endless sequence, as a number for each sample."""
 
     num_samples: int | None
     """All samples of one epoch; None for streams. A step has at most this many."""
@@ -196,7 +196,7 @@ class EpochOrder:
             )
 
     def source(self, state: LoaderState) -> int:
-        """0: there is one."""
+        """Zero, since there is one source."""
         return 0
 
     def after(self, state: LoaderState) -> LoaderState:

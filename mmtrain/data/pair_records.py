@@ -26,11 +26,11 @@ class PairRecord:
     """One image of the source and its caption."""
 
     sample: int
-    """Its index in the source."""
+    """The index of the record in the source."""
     source: str = ""
     """Name of the source; empty if the job has one."""
     captions: tuple[str, ...]
-    """At least one; each of them alone says what is seen."""
+    """The captions, at least one; each of them alone says what is seen."""
     image: RawImage
     unread: tuple[str, ...] = ()
     """Keys of the row that are not read and not known to be harmless."""

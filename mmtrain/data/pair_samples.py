@@ -34,7 +34,7 @@ class Caption(NamedTuple):
     """The tokens of a caption."""
 
     ids: np.ndarray
-    """[T] int64."""
+    """The token ids, [T] int64."""
     end: int
     """Index of the one at which the tower makes the embedding."""
     num_cut: int
@@ -107,7 +107,7 @@ class PairSamples:
         return self._unread.take() + cut
 
     def measured(self, sample: int, state: LoaderState) -> Document | None:
-        """Of several captions of a record one is drawn for each epoch."""
+        """The record with one of its captions, which is drawn for each epoch."""
         record = self.sources[sample]
         return None if record is None else self._document(record, state.seed, state.epoch_of(record.source))
 
@@ -122,7 +122,7 @@ class PairSamples:
         raise AssertionError("captions are cut to fit")
 
     def size(self, measured: Document) -> tuple[int, ...]:
-        """1 pair."""
+        """One pair."""
         return (1,)
 
     def read(self, measured: Document, occurrence: int) -> ReadDocument:

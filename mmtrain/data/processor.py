@@ -1,4 +1,4 @@
-"""From a record to token ids, labels, and the sizes of images, videos and sounds.
+"""Token ids, labels, and the sizes of images, videos and sounds, made from a record.
 
 Only an assistant's answers and the token that ends them are targets. They are located by rendering prefixes of the
 conversation with the tokenizer's own chat template and comparing characters, so any template works whose rendering of a
@@ -38,12 +38,12 @@ class Document:
 
     meta: DocumentMeta
     input_ids: np.ndarray
-    """[T] int64."""
+    """The token ids, [T] int64."""
     labels: np.ndarray
     """[T] int64: the token to predict at each position, or IGNORE_INDEX: the next one of `input_ids`, but at the end of
     an answer that the chat template does not end the token that does."""
     raw_images: tuple[RawMedium, ...]
-    """Those of `meta.of_placeholders`."""
+    """The media of `meta.of_placeholders`."""
 
 
 class Processor:
@@ -73,7 +73,7 @@ class Processor:
         self._marks = re.compile(marks or _NOTHING)
 
     def blanked(self, *, images: bool = True, audio: bool = False) -> "Processor":
-        """The same processor with every image replaced by grey of its size, or each sound by silence of its length."""
+        """This processor with every image replaced by grey of its size, or each sound by silence of its length."""
         other = copy.copy(self)
         other.readers = self.readers.blanked(images=images, audio=audio)
         return other

@@ -30,7 +30,7 @@ THUMBNAIL = 160
 """Longest side of an image in an `Answer`, pixels."""
 
 QuestionKey = tuple[str, int]
-"""(name of the source, index of the sample in it) of a question."""
+"""A question: the name of its source, and the index of the sample in it."""
 
 
 class Question(NamedTuple):
@@ -99,7 +99,7 @@ class _Asked:
     read: ReadDocument
     """The prompt."""
     tokens: list[int] = field(default_factory=list)
-    """Of the answer so far."""
+    """The tokens of the answer so far."""
     is_open: bool = True
 
     @property
@@ -253,7 +253,7 @@ def _packed(documents: list[ReadDocument], most: int) -> list[list[ReadDocument]
 
 
 def _in_prompts(slots: torch.Tensor, documents: tuple[DocumentMeta, ...], lengths: list[int]) -> torch.Tensor:
-    """Those of the rows that are in the first tokens of their documents: a model may write an image token itself.
+    """The rows among `slots` that are in the first tokens of their documents: a model may write an image token itself.
 
     Args: lengths: of the prompt of each document.
     """

@@ -50,7 +50,7 @@ class MediumKind:
     columns: tuple[str, ...]
     """Columns with it: a list, or of the names in the singular also one. A row has a kind in one column at most."""
     raw: Callable[[Any, str, str, Any], RawMedium]
-    """(value of a row, where it is, folder of relative paths, row) -> what it contains or names; raises DataError."""
+    """A function (value of a row, where it is, folder of relative paths, row) -> the medium; raises DataError."""
 
 
 def _image(value: Any, where: str, folder: str, row: Any) -> RawMedium:

@@ -32,7 +32,7 @@ R_co = TypeVar("R_co", covariant=True)
 _END = object()
 
 MakeRecord = Callable[[Any, int, str, str], R_co]
-"""(row, its index, name of the source in errors, folder of relative paths) -> record; raises DataError."""
+"""A function (row, its index, name of the source in errors, folder of relative paths) -> record; raises DataError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +42,8 @@ class RecordKind(Generic[R_co]):
     columns: tuple[str, ...]
     """All columns that are read; others are not decoded."""
     recognise: Callable[[str, list[str]], MakeRecord[R_co]]
-    """(name of the source in errors, names of its columns) -> how one of its rows becomes a record; raises ConfigError
-    if records cannot be made of them."""
+    """A function (name of the source in errors, names of its columns) -> how one of its rows becomes a record; raises
+    ConfigError if records cannot be made of them."""
 
 
 class Source(Protocol[R_co]):
@@ -161,7 +161,7 @@ class Sources(Generic[R_co]):
             source.num_samples if part is None else len(part.indices)
             for source, part in zip(self._sources, self._parts, strict=True)
         )
-        """Of each source; None for streams."""
+        """The number of samples of each source; None for streams."""
 
     def __getitem__(self, number: int) -> R_co | None:
         """The record of a number, or None behind the end of a stream. Raises: as `Source.__getitem__`."""
@@ -171,7 +171,7 @@ class Sources(Generic[R_co]):
         return named
 
     def sample(self, number: int) -> tuple[int, str]:
-        """(index in its source, name of the source; empty if the job has one)."""
+        """The index of a sample in its source, and the name of the source; empty if the job has one."""
         index, which = divmod(number, len(self._sources))
         part = self._parts[which]
         return (index if part is None else int(part.indices[index])), self._names[which]
@@ -182,7 +182,7 @@ class PartOfSource:
     """The samples of a source that train, or those that are held out (`data.validation_part`)."""
 
     indices: np.ndarray
-    """Their indices in the source, rising."""
+    """The indices of the samples in the source, rising."""
 
     @classmethod
     def of(cls, source: Source[Any], data: DataConfig, *, held_out: bool) -> "PartOfSource | None":
@@ -232,7 +232,7 @@ def _local(
 
 
 def _without_nulls(make: MakeRecord[R_co]) -> MakeRecord[R_co]:
-    """The same for rows of tables, where a struct has every key that one of them has: null stands for an absent key."""
+    """Records of rows of tables, where a struct has every key that one of them has: null stands for an absent key."""
     return lambda row, index, name, folder: make(
         {column: _present(value) for column, value in row.items()}, index, name, folder
     )

@@ -41,10 +41,10 @@ from mmtrain.spec.vae_shapes import latent_scale
 M = TypeVar("M")
 """A sample whose size is known and whose images or frames are still encoded."""
 R = TypeVar("R")
-"""The same with its content decoded."""
+"""A sample with its content decoded."""
 T = TypeVar("T")
 DrawnSample = tuple[int, int, bool]
-"""Of a microbatch: a sample, how often its index occurs earlier in the step, and whether encoders read it with the
+"""A sample of a microbatch, how often its index occurs earlier in the step, and whether encoders read it with the
 microbatch before."""
 
 
@@ -78,7 +78,7 @@ class Samples(Protocol[M, R]):
         """The sample with its first num_tokens tokens. Raises: DataError: it cannot be truncated."""
 
     def size(self, measured: M) -> SampleSize:
-        """Its size under each limit."""
+        """The size of a sample under each limit."""
 
     def read(self, measured: M, occurrence: int) -> R:
         """The sample with its content.
@@ -231,7 +231,7 @@ class StepMaker:
 
     @property
     def num_samples(self) -> tuple[int | None, ...]:
-        """Of each source; None for streams."""
+        """The number of samples of each source; None for streams."""
         return self._samples.sources.num_samples
 
     def forget(self) -> None:
@@ -296,7 +296,8 @@ class StepMaker:
         return sample_name(*self._samples.sources.sample(number))
 
     def _with_occurrences(self, plan: StepPlan) -> list[list[tuple[int, int]]]:
-        """(sample, how often its index occurs earlier in the step) for each bin: equal on all replicas."""
+        """The samples of each bin, with how often the index of each occurs earlier in the step; equal on all
+        replicas."""
         before: Counter[int] = Counter()
         bins = []
         for samples in plan.bins:

@@ -26,7 +26,7 @@ class VideoRecord:
     """One clip of the source: frames, or latents, or a video file."""
 
     sample: int
-    """Its index in the source."""
+    """The index of the record in the source."""
     source: str = ""
     """Name of the source; empty if the job has one."""
     caption: str

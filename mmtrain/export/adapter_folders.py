@@ -40,10 +40,10 @@ class ExportForm:
     adapters_only: bool = False
     """Adapters are written without the weights that they adapt."""
     dtype: torch.dtype = torch.float32
-    """In which they are stored; they are merged in float32."""
+    """The dtype in which weights are stored; they are merged in float32."""
 
     def adapters(self, lora: LoRAConfig, base: str | None, task: str | None, folder: Path) -> AdapterFolder | None:
-        """Where adapters go; None: into the weights. Args: as of `AdapterFolder`."""
+        """The folder that gets adapters; None: they are merged into the weights. Args: as of `AdapterFolder`."""
         return None if self.merge_adapters else AdapterFolder(lora, base, task, folder, self.dtype)
 
     def stored(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

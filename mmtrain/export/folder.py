@@ -68,7 +68,7 @@ class Exported:
     step: int
     """Step of the checkpoint."""
     folders: tuple[str, ...]
-    """Within the exported folder."""
+    """The folders within the exported folder."""
     model: str
     """The class that reads it; empty: it has a folder for each module."""
     num_bytes: int
@@ -264,7 +264,7 @@ def _readme(run: StoredRun, out: Path, final: Path, form: ExportForm, kind: str)
 
 
 def _readme_of_parts(run: StoredRun, lines: list[str], out: Path, final: Path) -> str:
-    """That of a folder for each module. Args: lines: with which it begins."""
+    """The readme of a folder for each module. Args: lines: its first lines."""
     job, reader = run.job, decoder(language_shape(run.job.model).model_type).reader
     lines = [
         *lines,
@@ -298,7 +298,7 @@ def _readme_of_parts(run: StoredRun, lines: list[str], out: Path, final: Path) -
 
 
 def _features(job: Config, module: str) -> str:
-    """Which output of an exported encoder is read, and which of its parts were not trained."""
+    """The description of which output of an exported encoder is read, and which of its parts were not trained."""
     if job.model.projector_of(module).kind == "native":
         return "its own merger makes the tokens of the language model."
     section, shape = job.model.encoders[module], vision_shape(job.model, module)
@@ -313,7 +313,7 @@ def _features(job: Config, module: str) -> str:
 
 
 def _whole_readme(run: StoredRun, lines: list[str], out: Path, final: Path, kind: str) -> str:
-    """The same for one folder of a whole model."""
+    """The readme of the folder of a whole model."""
     reads = f"`transformers.{class_name(kind)}.from_pretrained` reads this folder"
     if run.job.model.contrast is not None:
         lines = [*lines, f"{reads}, and `AutoProcessor` its tokenizer and image processor."]
@@ -330,7 +330,7 @@ def _whole_readme(run: StoredRun, lines: list[str], out: Path, final: Path, kind
 
 
 def _towers_readme(run: StoredRun, lines: list[str], out: Path, final: Path) -> str:
-    """The same for two towers that make no whole model."""
+    """The readme of two towers that make no whole model."""
     contrast = run.job.model.contrast
     assert contrast is not None
     again = list[str]()
@@ -343,7 +343,7 @@ def _towers_readme(run: StoredRun, lines: list[str], out: Path, final: Path) -> 
 
 
 def _video_readme(run: StoredRun, lines: list[str], out: Path, final: Path) -> str:
-    """The same for a text-to-video model."""
+    """The readme of a text-to-video model."""
     null = null_token(load_tokenizer(run.job.tokenizer, captions=True, model=run.job.model))
     section = run.job.model.dit
     assert section is not None

@@ -45,7 +45,7 @@ class Sampling:
 
     max_new_tokens: int = 128
     temperature: float = 0.0
-    """0: the most likely token each time."""
+    """The sampling temperature. 0: the most likely token each time."""
     top_p: float = 1.0
     """Part of the probability that the tokens hold among which one is drawn."""
     seed: int = 0
@@ -93,7 +93,7 @@ class Answerer(ABC):
         return _exported(source)
 
     def blanked(self, *, images: bool = True, audio: bool = False) -> "Answerer":
-        """The same model, which sees grey instead of each image, or hears silence instead of each sound.
+        """This model, which sees grey instead of each image, or hears silence instead of each sound.
 
         Raises: ConfigError: it reads nothing of that kind.
         """
@@ -163,7 +163,7 @@ class _WholeModel(Answerer):
 
 
 class _Exported(_WholeModel):
-    """The same of a folder that somebody else may have made, whose config may fail wherever the class reads it."""
+    """A whole model from a folder made by others, whose config may fail wherever the class reads it."""
 
     def _answer(self, document: Document, sampling: Sampling, streamer: Any) -> Sequence[int] | Tensor:
         try:

@@ -61,10 +61,11 @@ class SamplingRequest:
     frames: int | None = None
     height: int | None = None
     width: int | None = None
-    """In latents, which are pixels if they have 3 channels; with a VAE in pixels. None: as `default_bucket`."""
+    """The width in latents, which are pixels if they have 3 channels; with a VAE in pixels. None: as
+    `default_bucket`."""
     num_steps: int = NUM_STEPS
     guidance: float | None = None
-    """1: no guidance. None: `GUIDANCE`, or 1 if the job hid no captions."""
+    """The guidance scale. 1: no guidance. None: `GUIDANCE`, or 1 if the job hid no captions."""
     num_samples: int = 1
     """Clips of each prompt."""
     seed: int = 0
@@ -98,7 +99,7 @@ class Sampled:
     files: tuple[str, ...]
     """One a clip, ordered by prompt; then the sheet, if the clips are images."""
     verdict: ClipVerdict | None
-    """Of clips that were to be judged."""
+    """The verdict on clips that were to be judged."""
 
     @property
     def is_pixels(self) -> bool:

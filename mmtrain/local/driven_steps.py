@@ -18,14 +18,14 @@ from mmtrain.training.trainer import Trainer
 
 @dataclass(frozen=True, kw_only=True)
 class TimedStep:
-    """When one training step ran on one rank, seconds on a clock of the host."""
+    """The times of one training step on one rank, seconds on a clock of the host."""
 
     plan: IterationPlan
     outcome: StepOutcome
     start_s: float
-    """All ranks were there."""
+    """The time at which all ranks were there."""
     end_s: float
-    """Weights are updated; on an accelerator all its work is done."""
+    """The time at which weights were updated; on an accelerator with all its work done."""
 
 
 def gradients(

@@ -56,7 +56,7 @@ class NodeJob:
     ranks: int
     """Number of ranks of each node."""
     digest: str
-    """Of version, config and data, as `make_digest` writes it."""
+    """The digest of version, config and data, as `make_digest` writes it."""
     silent_s: float
     """A node without a sign of life for so many seconds is left out."""
     max_restarts: int = 0
@@ -69,9 +69,9 @@ class _LocalNode:
 
     node: Node
     slot: int
-    """Which of the job's nodes it is a start of."""
+    """The index of the job's node that this is a start of."""
     restarts: int
-    """That are left."""
+    """The restarts that are left."""
     folder: Path
     processes: list[SpawnProcess]
 
@@ -98,18 +98,18 @@ class LocalNodes:
         self._job = job
         self._nodes: dict[str, _LocalNode] = {}
         self._processes: list[SpawnProcess] = []
-        """Of all nodes that run."""
+        """The processes of all nodes that run."""
         self._starts = 0
         self._slots = 0
         self._results: dict[str, list[Any]] = {}
         self._errors: dict[str, MMTrainError | RankDiedError] = {}
         self._stopped: dict[str, MMTrainError | RankDiedError] = {}
-        """Of nodes that were told to end."""
+        """The errors of nodes that were told to end."""
         self._hub = Hub(job.silent_s)
         self._pipes = HubPipes(self._hub, job.silent_s, time.monotonic())
         self._wanted, self._ends = 0, False
         self._sent_s = 0.0
-        """When a signal was forwarded again."""
+        """The time at which a signal was forwarded again."""
         self._lock = threading.Lock()
         self._wake_receiver, self._wake_sender = multiprocessing.Pipe(duplex=False)
 
@@ -175,7 +175,7 @@ class LocalNodes:
                 self._remove(node)
 
     def _check(self, node: _LocalNode, folder: Path, signals: Sequence[int]) -> None:
-        """Takes up the end of a node, if it has ended or lost a process."""
+        """Handles the end of a node, if it has ended or lost a process."""
         ended = not any(process.is_alive() for process in node.processes)  # before the look at exit codes
         codes = {rank: process.exitcode for rank, process in enumerate(node.processes)}
         failed = {rank: code for rank, code in codes.items() if code}

@@ -63,7 +63,7 @@ class ParameterError:
     name: str
     error: float
     norm: float
-    """2-norm of the one-process gradient."""
+    """The 2-norm of the one-process gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,7 +317,7 @@ def _load(path: Path) -> dict[str, Any]:
 def _reference(
     model: ReferenceModel, batches: Sequence[tuple[Batch, IterationMeta]], noise: ClipNoise | None
 ) -> tuple[float, Mapping[str, Tensor]]:
-    """(loss, name -> gradient) of the one-process model; the loss is over all targets of all batches."""
+    """The loss and the gradients by name of the one-process model; the loss is over all targets of all batches."""
     model.zero_grad()
     num_targets = sum(model.loss.num_values(meta) for _, meta in batches)
     loss = torch.stack([model.loss_sum(batch, meta, noise) for batch, meta in batches]).sum() / num_targets
@@ -372,7 +372,7 @@ def describe(config: Config) -> str:
     return (
         f"layout  {layout or 'one rank'}: {shape.world_size} processes (gloo, CPU), "
         f"schedule {section.pipeline_parallel_schedule}, {training.mixed_precision_param}\n"
-        f"job     made small: {modules}; {training.global_batch_size} microbatches of {size}"
+        f"job     scaled down: {modules}; {training.global_batch_size} microbatches of {size}"
         + (f"\ntruth   the class of transformers for the whole {whole}, one call a {call}" if whole else "")
     )
 

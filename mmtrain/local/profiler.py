@@ -203,8 +203,9 @@ def _steps(
 
 
 def _watched_clock(device: torch.device) -> WatchedClock:
-    """On a CPU without other ranks the thread's own clock, which other processes do not advance. Else the CPU's wall
-    clock, which measures the speed only between steps, as other ranks would wait for it, and never on a device."""
+    """The clock of a measurement: on a CPU without other ranks the thread's own, which other processes do not advance;
+    else the CPU's wall clock, which measures the speed only between steps, as other ranks would wait for it, and never
+    on a device."""
     if device.type != "cpu":
         return WatchedClock(time.perf_counter, every_s=None)
     if dist.get_world_size() == 1:

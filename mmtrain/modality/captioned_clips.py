@@ -22,7 +22,7 @@ class CaptionedClip:
     """One video clip with its caption, before sampling and tokenization."""
 
     sample: int
-    """Its index in the iteration."""
+    """The index of the sample in the iteration."""
     num_frames: int
     caption_tokens: int
 

@@ -81,7 +81,7 @@ class TypicalSizes:
     image_tokens: int = 0
     """Number of tokens of an image, and of what comes with it; 0: samples keep their text alone."""
     with_image: tuple[tuple[str, tuple[int, int, int], int], ...] = ()
-    """(encoder, grid, tokens) of what comes with each image, an item of each further encoder."""
+    """The encoder, grid and tokens of what comes with each image, an item of each further encoder."""
     clip: ClipShape | None = None
     """Latents of every clip; None: the model makes no video. With clips, seq_len limits the tokens of a caption, not
     those of a microbatch."""
@@ -89,7 +89,7 @@ class TypicalSizes:
     """Pairs of an image and a caption in every microbatch, of two towers; 0: the model has others. With pairs, seq_len
     limits the tokens of a caption."""
     padded: bool = False
-    """Of pairs: whether captions are padded to seq_len tokens."""
+    """Whether the captions of pairs are padded to seq_len tokens."""
 
     @classmethod
     def of(cls, config: Config, image_side: int = 0) -> "TypicalSizes":
@@ -188,7 +188,8 @@ def _image(config: Config, side: int) -> tuple[tuple[int, int, int] | None, int]
 
 
 def _further(config: Config, side: int) -> tuple[tuple[str, tuple[int, int, int], int], ...]:
-    """(name, patches, tokens) of an item of each further encoder: an image of that side, or a full window of sound."""
+    """The name, patches and tokens of an item of each further encoder: an image of that side, or a full window of
+    sound."""
     items = []
     for name in config.model.modules:
         shape = vision_shape(config.model, name)
@@ -205,7 +206,7 @@ _PAIRS = 16
 
 
 def _pairs_sizes(spec: ModelSpec, seq_len: int) -> dict[str, WorkSize]:
-    """As `reference_sizes`, of two towers: pairs whose captions have half of the tokens that they may have."""
+    """The reference sizes of two towers: pairs whose captions have half of the tokens that they may have."""
     length = max(1, seq_len // 2)
     sizes = {
         "images": images_work(spec.modules[0], [(1, 16, 16)] * _PAIRS),

@@ -65,7 +65,7 @@ class Chunk(nn.Module):
 
     @property
     def where(self) -> str:
-        """Its module and layers, for errors."""
+        """The module and layers of the chunk, for errors."""
         return f"{self.module_spec.name} layers {self.lo}..{self.hi - 1}"
 
     def output_shape(self, size: WorkSize) -> tuple[int, ...]:
@@ -320,7 +320,7 @@ class LanguageChunk(Chunk):
         self.vocabulary: VocabularySharding = WholeVocabulary()
         """Set by tensor parallelism, which divides it."""
         self.shards = TokenShards()
-        """Likewise."""
+        """The division of the head's tokens, set likewise."""
 
     def blocks(self) -> list[nn.Module]:
         return list(self.language.get_submodule(self.adapter.blocks).children())

@@ -48,9 +48,9 @@ class EncoderModule:
 
     module: ModuleSource
     projector: ProjectorConfig | ProjectorName = "mlp"
-    """Its section, or just its kind."""
+    """The section of the projector, or just its kind."""
     trainable: Trainable | None = None
-    """None: whether any parameter of the module requires a gradient; a config trains."""
+    """What of the encoder trains. None: all of it if a parameter of the module requires a gradient; a config trains."""
     token: str = ""
     """The placeholder that its features replace; empty: <NAME>, and of `vision` tokenizer.image_token."""
 
@@ -62,7 +62,7 @@ class MultimodalModule:
     encoders: Mapping[str, EncoderModule]
     language_model: ModuleSource
     trainable: Trainable | None = None
-    """Of the language model, as `EncoderModule.trainable`."""
+    """What of the language model trains, as in `EncoderModule.trainable`."""
     others: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of `LanguageConfig`, as attention_mask."""
 

@@ -22,7 +22,8 @@ from mmtrain.spec.spec import ModuleSpec
 from mmtrain.spec.vae_shapes import VaeShape
 
 FEW_CLIPS = 16_000
-"""With so many a small DiT with random initial weights learns the easiest clips. Source: docs/log.md, Video quality."""
+"""The clips with which a small DiT with random initial weights learns the easiest clips. Source: docs/log.md, Video
+quality."""
 
 
 def start_lines(
@@ -99,8 +100,8 @@ def _length(training: TrainingConfig) -> str:
 
 
 def high_rate(config: Config) -> str:
-    """That the default learning rate is too high for published weights, where modules with such weights train with it;
-    else the empty string."""
+    """A warning that the default learning rate is too high for published weights, where modules with such weights train
+    with it; else the empty string."""
     default = OptimizerConfig().lr
     of_groups = {group.module for group in config.optimizer.groups if group.lr is not None and not group.pattern}
     modules = [
@@ -120,8 +121,8 @@ def high_rate(config: Config) -> str:
 
 
 def few_clips(config: Config, clips: int | None) -> str:
-    """That samples will show little, where the DiT began with random weights and has seen few clips since; else the
-    empty string.
+    """A warning that samples will show little, where the DiT began with random weights and has seen few clips since;
+    else the empty string.
 
     Args: clips: that it has learned from; None: not known.
     """
@@ -136,7 +137,7 @@ def few_clips(config: Config, clips: int | None) -> str:
 
 
 def _assignment(section: AssignmentConfig) -> str:
-    """Which microbatches samples go to."""
+    """A line on which microbatches samples go to."""
     parts = [f"assignment: {section.policy}"]
     parts += [f"{section.samples_per_step} samples a step"] if section.samples_per_step else []
     parts += ["deferred images"] if section.defer else []

@@ -63,7 +63,7 @@ class Metrics:
     _recorded: dict[str, dict[str, float]] = field(default_factory=dict)
     """Metric -> module or source, or "" -> value."""
     _local: list[tuple[str, str]] = field(default_factory=list)
-    """Those that wait for the other ranks' values."""
+    """The metrics that wait for the other ranks' values."""
     _own: dict[str, Metric] = field(default_factory=dict)
     """Metrics that the table lacks."""
     _over_run: dict[str, float] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class Metrics:
         return self.sums(**others).run()
 
     def reduce_max(self, **others: float | Tensor) -> dict[str, Tensor]:
-        """The same for maxima."""
+        """Shares what was recorded as a maximum, and maxima of other values, as `reduce` does with sums."""
         return self._reduction(dist.ReduceOp.MAX, others).run()
 
     def sums(self, **others: float | Tensor) -> "MetricReduction":
@@ -180,7 +180,7 @@ class MetricReduction:
         return flat
 
     def take(self, flat: Tensor) -> dict[str, Tensor]:
-        """The same of a result of the collective."""
+        """The values of `run`, from a result of the collective."""
         sizes = [shape.numel() for shape in self._shapes]
         parts = [part.view(shape) for part, shape in zip(flat.split(sizes), self._shapes, strict=True)]
         for key, part in zip(self._due, parts, strict=False):

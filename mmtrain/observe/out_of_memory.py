@@ -32,7 +32,7 @@ from mmtrain.planner.plan_json import plan_to_json
 from mmtrain.schedule.io.strict_json import write_text
 
 FOLDER = "out_of_memory"
-"""Inside of job.dump_folder."""
+"""The folder of snapshots, inside of job.dump_folder."""
 
 _MESSAGES = (
     "DefaultCPUAllocator: can't allocate memory",
@@ -140,7 +140,7 @@ def _amounts(context: OutOfMemoryContext) -> str:
 
 
 def advice(context: OutOfMemoryContext, requested: float | None) -> str:
-    """Which option to change, the likeliest first. Args: requested: bytes of the failed allocation."""
+    """The options to change, the likeliest first. Args: requested: bytes of the failed allocation."""
     section, config = context.config.planner, context.config
     limit_bytes = context.budget.ranks[context.pp_rank].limit_bytes
     used = (context.measured_bytes or 0.0) + (requested or 0.0)

@@ -1,4 +1,4 @@
-"""From which state an elastic job goes on: what all ranks of a new generation tell, and what follows from it. Pure.
+"""The state from which an elastic job continues: what all ranks of a new generation report, and what follows. Pure.
 
 A state is named by its *mark*: the generation in which its last step was applied, and the step. The newest mark counts:
 a node that was left out for a while may hold a step that the others have done again in another layout.
@@ -14,18 +14,18 @@ from typing import Any
 from mmtrain.errors import TrainingError
 
 Mark = tuple[int, int]
-"""(generation that applied the last step, step)."""
+"""The generation that applied the last step, and the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """What a rank tells."""
+    """What a rank reports to the others of its generation."""
 
     node: str
     mark: Mark | None = None
-    """Of the state that it holds."""
+    """The mark of the state that the rank holds."""
     reached: Mark | None = None
-    """Of a step whose gradients are complete on this rank, but which it has not applied."""
+    """The mark of a step whose gradients are complete on this rank, but which it has not applied."""
     has_totals: bool = False
     """Whether it knows the totals of the step that it reached, or else of the last one that it applied."""
     began: int = 0
@@ -33,15 +33,15 @@ class RankReport:
     ended: int = 0
     """The newest step after which it has validated and saved, where that was due."""
     layers: tuple[tuple[str, int], ...] = ()
-    """(module, layer) of which it holds a part of the state."""
+    """The layers (module, layer) of whose state it holds a part."""
     device_bytes: float = 0.0
     process_bytes: float = 0.0
     """See `DeviceMemory`: what the job agreed on, or of this process."""
     inputs: tuple[tuple[str, str], ...] = ()
-    """(subject, digest) of what its process started from."""
+    """The digests of what its process started from, by subject."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """The report as a table for JSON."""
         return asdict(self)
 
     @classmethod

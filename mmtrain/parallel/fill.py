@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from mmtrain.parallel.torch_private import as_dtensor, raw_part
 
 LocalPart = Callable[[str, Tensor, torch.dtype, int], Tensor | None]
-"""(stored name, a tensor of the same shape and sharding, dtype, row of the stored one with which it begins) -> just
-that part, if this rank has it, to be taken over; else None. A part is given once: two copies of a tensor must not share
-memory."""
+"""A function (stored name, a tensor of the same shape and sharding, dtype, row of the stored one with which it begins)
+-> just that part, if this rank has it, to be taken over; else None. A part is given once: two copies of a tensor must
+not share memory."""
 
 
 def fill_chunk(

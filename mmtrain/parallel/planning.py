@@ -101,14 +101,14 @@ class _Outcome:
     """The plan in the form of `schedule.io.wire`."""
     kind: PlanKind = "improved"
     message: str = ""
-    """Of the result."""
+    """The message of the result."""
     makespan_s: float = math.inf
     evaluations: int = 0
     search_s: float = 0.0
     plan: IterationPlan | None = None
     """The plan as adopted on this rank."""
     ready_s: float = math.nan
-    """When it was adopted, on this rank's clock."""
+    """The time at which it was adopted, on this rank's clock."""
     error: Exception | None = None
     """Why this rank cannot prepare the iteration."""
 
@@ -125,9 +125,9 @@ class PendingPlan:
     given_up: threading.Event = field(default_factory=threading.Event)
     """Set when no step waits for its plan any more."""
     iteration: Iteration | None = None
-    """With its first plan, once the thread has made it."""
+    """The iteration with its first plan, once the thread has made it."""
     bound_s: float = math.nan
-    """As in `Planned`."""
+    """The lower bound, as in `Planned`."""
     outcome: _Outcome | None = None
     """Set before `done`."""
 
@@ -163,7 +163,7 @@ class PlanAhead:
         self.threads = search_threads(
             self._section.search.threads, num_cores(), local_world_size(mesh.layout.world_size)
         )
-        """Of a search."""
+        """The threads of a search."""
         self.counts: Counter[PlanStatus] = Counter()
         """How many iterations had each status."""
         self._broken = False

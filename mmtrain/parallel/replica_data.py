@@ -38,7 +38,7 @@ class Item:
     labels: list[Tensor]
     """[T] of each microbatch; empty for clips, whose targets are formed where they are needed."""
     state: LoaderState
-    """Where the loader stands after this batch."""
+    """The state of the loader after this batch."""
     batch: Batch | None
     """What this rank needs of it."""
 

@@ -262,7 +262,7 @@ class DividedVocabulary(DividedModule):
 def make_styles(
     module: nn.Module, style: Style, divided: Divided, mesh: DeviceMesh, rows: RowShards
 ) -> Iterator[tuple[str, ParallelStyle]]:
-    """(path below the module or "", how it computes): one; more for a linear layer with adapters (LoRA).
+    """Paths below the module, or "", each with how it computes: one; more for a linear layer with adapters (LoRA).
 
     Of an adapter y = B A x, the matrix at the divided side of its layer is divided like the layer, and the other one
     is whole.
@@ -313,7 +313,7 @@ def _dora(
     placements: Mapping[str, Placement],
     **settings: Any,
 ) -> Iterator[tuple[str, ParallelStyle]]:
-    """That of the lengths of a layer's rows, if it has them. Args: settings: of `DividedMagnitude`."""
+    """The style of the lengths of a layer's rows, if it has them. Args: settings: of `DividedMagnitude`."""
     for name in getattr(module, "lora_magnitude_vector", None) or ():
         yield f".lora_magnitude_vector.{name}", DividedMagnitude(divided, placements, **settings)
 

@@ -28,9 +28,9 @@ class Job:
     partition: Partition
     section: PlannerConfig
     costs: CostModel
-    """What layers and transfers take."""
+    """The costs of layers and transfers."""
     schedule: Schedule
-    """Named, or from a file."""
+    """The schedule, named or from a file."""
     sub_microbatch_size: SubMicrobatch
     """Images in one vision work; 0: all of a microbatch."""
     sharded: bool
@@ -45,7 +45,7 @@ class Job:
     """[pp_rank] -> bytes that activations may take, as far as the config alone tells; None: as
     planner.search.activation_memory_gib says."""
     check_plans: bool = False
-    """Also prove every program free of deadlock under each transport model."""
+    """Whether every program is also proven free of deadlock under each transport model."""
     partition_summary: str = ""
     """How the partition was chosen, for the log; empty if the config determines it."""
 

@@ -41,16 +41,16 @@ class JobMethod:
     """How a job plans its iterations."""
 
     schedule: str | Schedule
-    """Of parallelism.pipeline_parallel_schedule."""
+    """The schedule of parallelism.pipeline_parallel_schedule."""
     section: PlannerConfig
     search: SearchOptions | None = None
-    """None: no search."""
+    """Options of the search; None: no search."""
 
     @classmethod
     def searching(
         cls, schedule: str | Schedule, section: PlannerConfig, *, seed: int, noise: Noise = EXACT
     ) -> "JobMethod":
-        """With the search that the section describes. Args: seed: as `search_seed` gives it."""
+        """The method with the search that the section describes. Args: seed: as `search_seed` gives it."""
         return cls(schedule, section, search_options(section, seed=seed, threads=1, noise=noise))
 
 

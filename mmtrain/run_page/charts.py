@@ -35,9 +35,9 @@ class Series:
     """Steps."""
     y: Sequence[float | None]
     dash: int = 0
-    """0: a solid line; 1, 2: dashed ones."""
+    """The kind of line: 0 is solid, 1 and 2 are dashed."""
     dots: bool = False
-    """Marks each point."""
+    """Whether each point is marked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class Chart:
     series: Sequence[Series]
     stacked: bool = False
     log: bool = False
-    """Offers a logarithmic axis."""
+    """Whether a logarithmic axis is offered."""
     zero: bool = True
     """The axis begins at 0."""
 
@@ -172,7 +172,7 @@ def _answer_charts(runs: Sequence[RunContents]) -> list[Chart]:
 
 
 def _breakdown_chart(runs: Sequence[RunContents]) -> Chart:
-    """Of one run: curves of several would not add up."""
+    """The chart of one run: curves of several would not add up."""
     breakdowns = [breakdown(line) for line in runs[0].steps] if len(runs) == 1 else []
     curves = [
         _Curve(label=label(parts), of=_share(breakdowns, parts), colour=HUES_OF_PARTS[parts[0]], scale=100)

@@ -1,4 +1,4 @@
-"""Where the time of a measured step went."""
+"""The parts of the time of a measured step."""
 
 from typing import Any
 

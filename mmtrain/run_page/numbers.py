@@ -188,7 +188,7 @@ def _memory(run: RunContents) -> list[Number]:
 
 
 def _waits(run: RunContents) -> list[Number]:
-    """Over the second half of the steps, as kernels are compiled in the first ones."""
+    """The waits over the second half of the steps, as kernels are compiled in the first ones."""
     total = sum(_second_half(run.column("step_time_s")))
     keys = (("data_time_s", "data"), ("plan_time_s", "plans"))
     parts = [(sum(_second_half(run.column(key))), name) for key, name in keys]
@@ -205,7 +205,7 @@ def _waits(run: RunContents) -> list[Number]:
 
 
 def _changes(run: RunContents) -> list[Number]:
-    """Of an elastic job: how much of its time led to steps."""
+    """How much of an elastic job's time led to steps."""
     known = [value for value in run.column("time_in_steps") if value is not None]
     if not known:
         return []

@@ -116,7 +116,7 @@ def read_run(folder: Path) -> RunContents:
 
 
 def _generation(line: Line) -> int:
-    """That of an elastic job which wrote a line; 0: of another job."""
+    """The generation of an elastic job that wrote a line; 0: the job is not elastic."""
     number = line.get("generation")
     return number if isinstance(number, int) else 0
 

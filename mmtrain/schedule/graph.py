@@ -31,7 +31,8 @@ class ModuleStages:
 
     @property
     def label(self) -> str:
-        """Its name in drawings and metrics, where parts as `head.0` and `head.1` are one module: without the number."""
+        """The name of the module in drawings and metrics, where `head.0` and `head.1` are one module: without the
+        number."""
         name, _, number = self.name.rpartition(".")
         return name if name and number.isdecimal() else self.name
 
@@ -71,7 +72,7 @@ class InstructionNode:
 
     @property
     def key(self) -> Result:
-        """Its result."""
+        """The result of the instruction."""
         return self.kind, self.stage, self.work
 
 
@@ -245,7 +246,7 @@ class WorkGraph:
 
     @cached_property
     def instruction(self) -> dict[Result, InstructionNode]:
-        """(kind, stage, work) -> instruction."""
+        """The instructions by (kind, stage, work)."""
         return {given.key: given for given in self.instructions}
 
     @cached_property
@@ -312,7 +313,7 @@ class WorkGraph:
 
     @cached_property
     def work_index(self) -> dict[tuple[int, int, int], int]:
-        """(module, microbatch, sub_microbatch) -> work."""
+        """The works by (module, microbatch, sub_microbatch)."""
         return {(w.module, w.microbatch, w.sub_microbatch): i for i, w in enumerate(self.works)}
 
     def stages(self, work: int) -> tuple[int, ...]:

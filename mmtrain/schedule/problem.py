@@ -50,13 +50,13 @@ class EntryCost(NamedTuple):
 
     seconds: float
     needed_bytes: float
-    """While it runs, in addition to what was held before it."""
+    """The bytes that it needs while it runs, in addition to what was held before it."""
     growth_bytes: float
     """What it allocates, less what it frees."""
     exposed_s: float = 0.0
-    """By how much it takes longer than its compute: exchanges that nothing hides, and contention."""
+    """The seconds that it takes longer than its compute: exchanges that nothing hides, and contention."""
     copying_s: float = 0.0
-    """By how much copies to and from host memory take longer than all that."""
+    """The seconds that copies to and from host memory take longer than all that."""
 
 
 CostKey = tuple[Kind, int, int]
@@ -215,7 +215,7 @@ class PlanningProblem:
 
     @cached_property
     def _costs_of(self) -> dict[tuple[CostKey, ...], EntryCost]:
-        """Its parts -> cost of an entry: a cache."""
+        """The cost of an entry by its parts: a cache."""
         return {}
 
     def _cost(self, key: tuple[CostKey, ...]) -> EntryCost:

@@ -1,4 +1,4 @@
-"""Where the rank-seconds of an iteration go, from model FLOPs at the peak rate to idle time. Pure."""
+"""The parts of an iteration's rank-seconds, from model FLOPs at the peak rate to idle time. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ class TimePart(StrEnum):
     REDUCTIONS = "gather, reduce"
     """Data-parallel gathers of parameters and reductions of gradients, outside of the pipelines' time."""
     OPTIMIZER = "optimizer"
-    """Of a measured step also the gradients' norm, and waiting for other replicas."""
+    """The optimizer step; in a measured step also the gradients' norm, and waiting for other replicas."""
     INPUT = "data, plan"
-    """Of a measured step: waiting for data and for the plan."""
+    """Waiting for data and for the plan, in a measured step."""
 
 
 COMPUTING = (TimePart.MODEL_FLOPS, TimePart.BELOW_PEAK, TimePart.RECOMPUTATION, TimePart.EXCHANGES)

@@ -234,7 +234,7 @@ class ScheduledJob:
     assigner: StepAssigner | None
     """Divides the samples of a step among replicas and microbatches; None: they stay where they are."""
     notes: tuple[str, ...] = ()
-    """On settings that were changed for the schedule."""
+    """Notes on settings that were changed for the schedule."""
 
     @classmethod
     def of(

@@ -41,8 +41,8 @@ MOST_MICROBATCHES = 32
 MOST_ITERATIONS = 4
 
 SHORT_S = 5.0
-"""If a rank computes for less than this in an iteration, list schedules stand for the plans of the planner's search,
-whose kernels take 10 to 20 s to compile on a machine that never ran them."""
+"""The seconds of compute of a rank in an iteration below which list schedules stand for the plans of the planner's
+search, whose kernels take 10 to 20 s to compile on a machine that never ran them."""
 
 EVALUATIONS = 50
 """Plans that the planner's search tries for a drawn iteration, at most. 300 choose the same cuts of five models."""
@@ -258,7 +258,7 @@ class TypicalIterations:
 
     @property
     def _options(self) -> SearchOptions:
-        """Those of the job's own search, with fewer evaluations and no clock."""
+        """The options of the job's own search, with fewer evaluations and no clock."""
         options = search_options(self.section, seed=0, threads=1, noise=self.costs.noise)
         evaluations = min(EVALUATIONS, options.budget_evaluations or EVALUATIONS)
         return replace(options, budget_evaluations=evaluations, budget_s=0.0)

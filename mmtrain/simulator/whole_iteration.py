@@ -84,7 +84,7 @@ class SimulatedPipeline:
 
     job: Job
     states: tuple[RankBytes, ...]
-    """[pp_rank]"""
+    """The state of each pipeline rank."""
     gather_s: tuple[tuple[float, ...], ...]
     """[pp_rank][i] -> seconds of the UNSHARD of its i-th stage; they run one after the other."""
     reduce_s: tuple[float, ...]
@@ -111,7 +111,7 @@ class SimulatedPipeline:
 
     @cached_property
     def costs_without_exchanges(self) -> CostModel | None:
-        """Those of the job; None: they are not known apart."""
+        """The costs of the job without exchanges; None: they are not known apart."""
         return self.job.costs.without_exchanges()
 
     @property
@@ -191,7 +191,7 @@ class IterationSimulator:
 
     @property
     def jobs(self) -> tuple[Job, ...]:
-        """[pipeline]"""
+        """The job of each pipeline."""
         return tuple(pipeline.job for pipeline in self.pipelines)
 
     def with_jobs(self, change: Callable[[Job], Job]) -> "IterationSimulator":

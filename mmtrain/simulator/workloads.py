@@ -40,7 +40,7 @@ class SampleColumns(NamedTuple):
 
 
 SampleSource = Callable[[np.random.Generator, int], SampleColumns]
-"""(generator, number of samples) -> samples."""
+"""A function (generator, number of samples) -> samples."""
 
 
 # ---------------------------------------------------------------------------------------------- sources
@@ -97,7 +97,7 @@ def _log_normal(rng: np.random.Generator, count: int, *, mean: float, sigma: flo
 
 
 Workload = Callable[[np.random.Generator, TypicalSizes, int], Iterator[list[tuple[int, int, int]]]]
-"""(generator, bins, iteration) -> infinite iterator of microbatches, each a list of (images, text, prompt)."""
+"""A function (generator, bins, iteration) -> endless microbatches, each a list of (images, text, prompt)."""
 
 
 def packed(source: SampleSource) -> Workload:

@@ -35,9 +35,9 @@ class LinearLayer:
     inputs: int
     outputs: int
     position: int
-    """Its order among the linear layers of a block; those of one position read the same tensor. 0: the block's normed
-    input; 1: the output of attention; 2 and 3: the input and the inner columns of the MLP. Tensor-parallel ranks divide
-    the outputs of those at even positions and the inputs of those at odd positions."""
+    """The order of the layer among the linear layers of a block; those of one position read the same tensor. 0: the
+    block's normed input; 1: the output of attention; 2 and 3: the input and the inner columns of the MLP.
+    Tensor-parallel ranks divide the outputs of those at even positions and the inputs of those at odd positions."""
 
     @property
     def divides_outputs(self) -> bool:
@@ -46,7 +46,7 @@ class LinearLayer:
 
     @property
     def last_name(self) -> str:
-        """Its name in a config."""
+        """The name of the layer in a config."""
         return self.name.rpartition(".")[2]
 
 
@@ -204,7 +204,8 @@ def with_adapters(
         return Rates(**{of: copies * amount})
 
     def kept(linears: Sequence[LinearLayer], *, outputs: bool = True) -> Rates:
-        """Of the rows between A and B, of dropped inputs, and with DoRA of outputs, and of two rows of lengths."""
+        """The bytes kept of the rows between A and B, of dropped inputs, with DoRA of outputs, and of two rows of
+        lengths."""
         columns = sum(x.outputs for x in linears) * (lora.use_dora and outputs)
         width = rank * len(linears) + columns
         if dropout:
@@ -287,7 +288,7 @@ def _check_targets(lora: LoRAConfig, linears_of: dict[str, tuple[LinearLayer, ..
 
 
 def _section(module: str) -> str:
-    """Where the user configures a module, or a projector by its name."""
+    """The section that configures a module, or a projector by its name."""
     if module != "projector" and not module.endswith("_projector"):
         return section_of(module)
     return projector_section("vision" if module == "projector" else module.removesuffix("_projector"))

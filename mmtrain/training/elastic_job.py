@@ -1,4 +1,4 @@
-"""A job that loses nodes and goes on, and takes up nodes that join: one rank of it.
+"""A job that loses nodes and goes on, and accepts nodes that join: one rank of it.
 
 Each membership is a generation with process groups of its own. A rank whose step fails hangs up, so that all leave the
 step; all that are left meet in the next generation, agree about the newest state, compose the layout for their number,
@@ -45,7 +45,7 @@ from mmtrain.planner.plan import Search, make_plan
 from mmtrain.planner.search import search as searching
 from mmtrain.simulator.allocation.elastic import TooFewNodes
 from mmtrain.training.elastic_layouts import Chosen, Layouts, staying
-from mmtrain.training.elastic_values import Change, Failures, Told
+from mmtrain.training.elastic_values import Change, Failures, StateReport
 from mmtrain.training.progress import why_ended
 from mmtrain.training.rank_state import RankState, newest_checkpoint
 from mmtrain.training.trainer import prepare_process
@@ -53,7 +53,7 @@ from mmtrain.training.trainer import prepare_process
 logger = logging.getLogger("mmtrain")
 
 _LOOK_S = 1.0
-"""Between two looks for further nodes, before a job has enough to begin."""
+"""The pause between two checks for further nodes, before a job has enough to begin."""
 
 
 class ElasticJob:
@@ -104,7 +104,7 @@ class ElasticJob:
                 membership = self._served(membership)
         except MMTrainError as error:
             if self._generation is not None and not isinstance(error, RankLostError):  # then this node alone ends
-                self._generation.tell(error)
+                self._generation.report_error(error)
             if self._record is not None:
                 self._record.failed(error)
             raise
@@ -134,8 +134,8 @@ class ElasticJob:
         except Exception as error:
             if not is_communication(error) and not isinstance(error, RankLostError):
                 raise
-            if self._generation is not None and (told := self._generation.told()) is not None:
-                raise told from None
+            if self._generation is not None and (reported := self._generation.reported_error()) is not None:
+                raise reported from None
             step, reason = self.state.marks.began, errors.one_line(error, 100)
             logger.info("generation %d ends: step %d cannot be finished: %s", membership.generation, step, reason)
             self._failures.add(membership.names, step, reason)
@@ -149,7 +149,7 @@ class ElasticJob:
     # -------------------------------------------------------------------------------------- a generation
 
     def _serve(self, membership: Membership) -> Membership | None:
-        """Takes up a membership, and trains until the next one; None: this rank's part ends."""
+        """Adopts a membership, and trains until the next one; None: this rank's part ends."""
         self._change.begin("meet")
         group, state = self._met(membership), self.state
         self._change.begin("agree")
@@ -163,17 +163,17 @@ class ElasticJob:
             process_bytes=max(one.process_bytes for one in reports),
         )
         state.catch_up(group, agreed)
-        told = state.told(group, agreed)
-        state.job = told[0].job if told else group.gather(uuid.uuid4().hex)[0]
-        if state.has_ended(group, told):
+        states = state.state_reports(group, agreed)
+        state.job = states[0].job if states else group.gather(uuid.uuid4().hex)[0]
+        if state.has_ended(group, states):
             self._part(group, None)
             return None
         self._change.begin("compose")
-        chosen = self._layouts.chosen(membership, reports, told[0].depths if told else ())
-        if isinstance(chosen, TooFewNodes) or (chosen.ends and not told):
-            return self._too_few(group, chosen, told)
+        chosen = self._layouts.chosen(membership, reports, states[0].depths if states else ())
+        if isinstance(chosen, TooFewNodes) or (chosen.ends and not states):
+            return self._too_few(group, chosen, states)
         self._change.begin("move")
-        source = state.place(group, chosen, agreed, told)
+        source = state.place(group, chosen, agreed, states)
         stay = staying(membership)
         leaving = [name for name in membership.names if name not in stay]
         if leaving and stay:
@@ -181,7 +181,7 @@ class ElasticJob:
             if self.member.name in leaving:
                 logger.warning("node %s was told to end, and leaves after step %d", self.member.name, state.step)
                 return None
-        before, state.nodes = told[0].nodes if told else state.nodes, tuple(stay or membership.names)
+        before, state.nodes = states[0].nodes if states else state.nodes, tuple(stay or membership.names)
         if not state.placed:
             return self._wait(group, reports, ends=bool(chosen.ends))
         event = self._event(group, chosen, before, agreed.redone)
@@ -226,10 +226,12 @@ class ElasticJob:
                 f"nodes {', '.join(differing)} differ from the job, which goes on without; start them with its files"
             )
 
-    def _too_few(self, group: Generation, chosen: Chosen | TooFewNodes, told: Sequence[Told]) -> Membership | None:
+    def _too_few(
+        self, group: Generation, chosen: Chosen | TooFewNodes, states: Sequence[StateReport]
+    ) -> Membership | None:
         """Waits for further nodes, if the job has not begun. Raises: TrainingError: it has, or they do not come."""
         reason = chosen.reason if isinstance(chosen, TooFewNodes) else chosen.ends
-        if told:
+        if states:
             raise TrainingError(f"{reason}; {newest_checkpoint(self.config)}")
         if group.rank == 0:
             logger.warning("waits for nodes: %s", reason)
@@ -249,7 +251,7 @@ class ElasticJob:
         group: Generation,
         event: MembershipEvent,
         reports: Sequence[RankReport],
-        source: Told | None,
+        source: StateReport | None,
         *,
         ends: str,
     ) -> Membership | None:

@@ -1,4 +1,4 @@
-"""Which layout the nodes of a generation get, and when a job ends because they are too few. Pure."""
+"""The layout that the nodes of a generation get, and the end of a job that has too few. Pure."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -74,7 +74,7 @@ class Layouts:
         return found.reason if isinstance(found, TooFewNodes) else ""
 
     def _of(self, config: Config, reports: Sequence[RankReport]) -> ElasticLayouts:
-        """Those for the memory that all ranks have."""
+        """The layouts for the memory that all ranks have."""
         device_bytes = min(one.device_bytes for one in reports)
         process_bytes = max(one.process_bytes for one in reports)
         key = config.elastic, device_bytes, process_bytes

@@ -157,7 +157,7 @@ def test_a_text_model_has_synthetic_text(tmp_path, capsys):
         '[data]\nsource = "nowhere"\n[training]\nsteps = 1\nseq_len = 128\nglobal_batch_size = 2\n'
     )
     assert check(path, "synthetic") == 0
-    assert "job     made small: language llama" in capsys.readouterr().out
+    assert "job     scaled down: language llama" in capsys.readouterr().out
 
 
 def scale_gradients_of_sound(device, *args):
@@ -183,7 +183,7 @@ def test_a_model_with_several_encoders_is_compared_on_noise_of_all(tmp_path, cap
     assert check(path, "synthetic", *words) == 0
     out = capsys.readouterr().out
     assert "data    noise" in out
-    assert re.search(r"made small: vision qwen2_vl_vision, .*; audio whisper_encoder, .*; language qwen2, ", out)
+    assert re.search(r"scaled down: vision qwen2_vl_vision, .*; audio whisper_encoder, .*; language qwen2, ", out)
     assert "PASS" in out
     monkeypatch.setattr(parity, "_save_gradients", scale_gradients_of_sound)
     assert check(path, "synthetic", *words[:-1]) == 1
@@ -213,7 +213,7 @@ def test_a_text_to_video_model_has_synthetic_clips(tmp_path, capsys):
     words = ["parallelism.pipeline_parallel_schedule=ZB-H1", "diffusion.caption_dropout=0.5"]
     assert check(path, "synthetic", *layout(pp=2), *words) == 0
     out = capsys.readouterr().out
-    assert re.search(r"made small: language llama, .*; dit wan, .* microbatches of up to 4 clips", out)
+    assert re.search(r"scaled down: language llama, .*; dit wan, .* microbatches of up to 4 clips", out)
     assert "dit.blocks.1" in out
     assert "PASS" in out
 

@@ -49,8 +49,8 @@ DEFERRED = {2, 5}
 class Fed(Trainer):
     """A job that gets its batches here, and not from a loader."""
 
-    def take_up(self) -> None:
-        super().take_up()
+    def resume_state(self) -> None:
+        super().resume_state()
         mesh = self.mesh
         several = mesh.layout.dp > 1
         chosen = OF_REPLICAS[mesh.dp_rank] if several else range(len(SHAPES))

@@ -15,7 +15,7 @@ from mmtrain.errors import ConfigError
 from mmtrain.planner.memory.limit import MemoryRule
 from mmtrain.planner.partition.partition import Partition
 from mmtrain.schedule.library.catalogue import CATALOGUE
-from mmtrain.simulator.cut_search import FINALISTS, WORTH, looks
+from mmtrain.simulator.cut_search import FINALISTS, WORTH, microbatches_to_judge
 from mmtrain.simulator.job import make_job
 from mmtrain.simulator.partition_choice import choose_partition, partition_of
 from mmtrain.simulator.typical_iterations import TypicalIterations
@@ -134,7 +134,7 @@ def test_a_short_job_is_cut_in_less_than_a_second(name: str) -> None:
     costs = chosen, made.spec, made.costs, made.sub_microbatch_size
     quick, exact = (TypicalIterations.draw(*costs, is_quick=is_quick) for is_quick in (True, False))
     rates = [[x.judging_s(made.partition)] * 24 for x in (quick, exact)]
-    first, second = looks(made.partition.num_ranks, exact.num_microbatches, *rates, exact.rank_s)
+    first, second = microbatches_to_judge(made.partition.num_ranks, exact.num_microbatches, *rates, exact.rank_s)
     assert exact.is_short
     assert exact.num_microbatches == 4
     assert first >= 4  # whole iterations

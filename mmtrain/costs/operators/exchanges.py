@@ -18,7 +18,7 @@ class CollectivePair:
 
     name: str
     forward: OpKind | None
-    """None: this rank's rows are copied out, or, if the number of rows is unchanged, nothing happens."""
+    """The collective of the forward. None: this rank's rows are copied out, or, with as many rows, nothing happens."""
     backward: OpKind | None
     ranks: int
     link: DeviceKind
@@ -96,7 +96,7 @@ def same(name: str, ranks: int, link: DeviceKind) -> CollectivePair:
 
 
 MakeExchange = Callable[[str, int, DeviceKind], CollectivePair]
-"""(name, ranks, link) -> exchange."""
+"""A function that makes the exchange of a name among some ranks over a link."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ DIVIDED_ROWS = BetweenLayers(
 WHOLE_ROWS = BetweenLayers(
     shard=same, gather=same, gather_for_parts=use_for_parts, sum_shard=sum_whole, use_for_rows=same
 )
-"""Each rank has all of them."""
+"""Each rank has all rows between layers."""
 
 
 @dataclass(frozen=True, slots=True)

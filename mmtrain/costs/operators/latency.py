@@ -27,7 +27,7 @@ TICK_S = 2.0**-40
 _REMEMBERED = 4096
 
 LatencyRule = Callable[[Operator, WorkSize, float], float]
-"""(operator, size, seconds by the rates) -> seconds: a user's override."""
+"""A user's override: the seconds of an operator, from its size and its seconds by the rates."""
 
 Floats = npt.NDArray[np.float64]
 

@@ -52,13 +52,13 @@ class DescribedModule:
     adapted: tuple[NamedLinear, ...] = ()
     """Linear layers of a block with an adapter."""
     adapted_projector: tuple[NamedLinear, ...] = ()
-    """The same of the projector, for each of its equal parts."""
+    """Linear layers of the projector with an adapter, of each of its equal parts."""
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     projection: Projection | None = None
     """The projector of the encoder's features into the language model, of a language model that of the first encoder;
     None: there is no encoder."""
     is_part: bool = False
-    """It has a part of a divided vocabulary, or joins such parts, and no other layer."""
+    """Whether it has a part of a divided vocabulary, or joins such parts, and no other layer."""
     num_parts: int = 0
     """Parts of a divided vocabulary whose results it takes in."""
 

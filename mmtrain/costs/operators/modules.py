@@ -237,7 +237,7 @@ class Attention:
 
     name: str
     pairs: Rates
-    """(query, key) pairs of this rank's queries, of one head."""
+    """The (query, key) pairs of this rank's queries, of one head."""
     head_dim: float
 
     def __call__(self, query: Var, *keys: Var) -> Var:
@@ -356,7 +356,7 @@ class ChunkedHead:
     chunk_tokens: int
     """Positions of a piece."""
     repeats: bool
-    """It is a part."""
+    """Whether it is a part of the tokens, whose backward repeats the product."""
     trainable: bool = True
 
     def __call__(self, x: Var) -> Var:

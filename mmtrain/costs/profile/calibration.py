@@ -137,7 +137,7 @@ def _seconds_by_kind(graph: Graph, phases: tuple[Phase, ...], seconds: Floats, l
 
 
 def _layers(profile: Profile, spec: ModelSpec) -> Iterator[tuple[ModuleSpec, int, LayerProfile]]:
-    """(module, layer index, profile) of the first layer of each kind."""
+    """The module, layer index and profile of the first layer of each kind."""
     yielded: set[int] = set()
     for module in spec.modules:
         for index, layer in enumerate(module.layers):

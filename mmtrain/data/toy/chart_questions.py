@@ -33,7 +33,7 @@ class Conversation:
 
     charts: tuple[DrawnChart, ...]
     turns: tuple[tuple[str, str], ...]
-    """(question, answer), without placeholders."""
+    """The questions and their answers, without placeholders."""
     grade: str
 
     @property

@@ -69,7 +69,7 @@ class ClipVerdict:
 
     num_clips: int
     right: int
-    """In background, colour and direction."""
+    """The number that is right in background, colour and direction."""
     background: int
     colour: int
     direction: int

@@ -27,7 +27,7 @@ PLACES = {
 }
 """Words -> x and y of the centre, as parts of the sides."""
 _OFF = 0.05
-"""By how much a shape may be beside its place."""
+"""The largest distance of a shape from its place."""
 _FORMS = ("a {size} {colour} {kind} {place} on {ground}", "on {ground}, a {size} {colour} {kind} {place}")
 _HELD_OUT = 7
 """One in this many combinations of colour, kind and place is in the validation split only."""
@@ -42,11 +42,11 @@ class CaptionedImage:
     """One image, not drawn, and its caption."""
 
     clip: ShapeClip
-    """Of one frame, with one shape."""
+    """A clip of one frame, with one shape."""
 
     @property
     def caption(self) -> str:
-        """What is seen."""
+        """A description of what the image shows."""
         return self.clip.caption
 
 

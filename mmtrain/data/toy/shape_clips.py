@@ -41,7 +41,7 @@ EASY_BUCKET = (EASY_FRAMES, EASY_SIDE, EASY_SIDE)
 """Frames, height and width of a clip of the easy level."""
 
 _EASY_SIZE, _EASY_SPEED = "", "steadily"
-"""Not said in captions."""
+"""Size and speed of the easy level, which captions do not name."""
 _RADII = SIZES | {_EASY_SIZE: 0.237}
 _RATES = SPEEDS | {"": 0.0, _EASY_SPEED: 7 / 6}
 
@@ -78,7 +78,7 @@ class MovingShape:
     y: float
     """y of its centre, as a part of the frame's height."""
     heading: int
-    """-1 or 1: first direction of a bouncing shape (left or up; right or down)."""
+    """The first direction of a bouncing shape: -1 (left or up) or 1 (right or down)."""
 
     @property
     def combination(self) -> tuple[str, str, str]:
@@ -91,7 +91,7 @@ class ShapeClip:
     """One clip: up to three shapes on a plain background."""
 
     shapes: tuple[MovingShape, ...]
-    """In the order of the caption."""
+    """The shapes in the order of the caption."""
     background: str
     num_frames: int
     height: int

@@ -1,4 +1,4 @@
-"""Which sample of a step runs in which microbatch of which replica, under a policy of `[assignment]`. Pure."""
+"""The assignment of a step's samples to microbatches and replicas, under a policy of `[assignment]`. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import replace

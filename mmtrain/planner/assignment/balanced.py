@@ -44,7 +44,7 @@ def _dealt_bins(step: AssignmentInput, why: str) -> Assignment:
 
 
 _EIGHTHS = (7, 6, 5, 4)
-"""Of the number of microbatches that are tried as fewer ones."""
+"""The smaller numbers of microbatches that are tried, in eighths of the number."""
 _TRIES = 20
 """Moves that are drawn for each evaluation, at most; those that break the capacity cost none."""
 

@@ -117,7 +117,8 @@ class SamplePricer:
         return cost_of(self.spec, self.ns(sample), size)
 
     def seconds(self, module: str, size: WorkSize, *, fed: bool) -> tuple[float, float]:
-        """(forward, backward) seconds of all layers of a module for a work. Args: fed: other modules feed it."""
+        """The seconds of forward and backward of all layers of a module for a work. Args: fed: other modules feed
+        it."""
         enters = fed and self.spec.grad_enters(module)
         key = (module, size, enters)
         if key not in self._modules:
@@ -173,7 +174,7 @@ class PricedSample:
 
     meta: DocumentMeta | ClipMeta
     size: tuple[int, ...]
-    """Under each limit of a microbatch."""
+    """The size of the sample under each limit of a microbatch."""
     ns: Mapping[str, PassesNs]
     """Module -> nanoseconds; modules that it has nothing for are left out."""
 

@@ -40,13 +40,14 @@ class StepAssigner:
     pricer: SamplePricer
     num_replicas: int
     dealer: Dealer | None
-    """Of pipelines of unequal depth."""
+    """The dealer of pipelines of unequal depth."""
     seed: int
-    """Of the job."""
+    """The seed of the job."""
 
     @classmethod
     def of(cls, config: Config, jobs: Sequence[Job]) -> "StepAssigner | None":
-        """That of a job; None: the first microbatch with room has each sample. Args: jobs: [pipeline] -> its job."""
+        """The assigner of a job; None: the first microbatch with room has each sample. Args: jobs: [pipeline] -> its
+        job."""
         if not config.assignment.assigns:
             return None
         section, dealer = config.planner, Dealer.of(config, jobs)

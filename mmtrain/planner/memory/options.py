@@ -41,7 +41,8 @@ class MemoryChoices:
 
     section: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
     strategies: tuple[BlockMemory, ...] = ()
-    """Those among which a plan chooses, in the order in which blocks take them; empty: `section` decides for all."""
+    """The strategies among which a plan chooses, in the order in which blocks take them; empty: `section` decides for
+    all."""
 
     @classmethod
     def planned(cls, section: ActivationCheckpointConfig, planner: PlannerConfig) -> "MemoryChoices":
@@ -51,7 +52,7 @@ class MemoryChoices:
 
     @property
     def fixed(self) -> "MemoryChoices":
-        """The same without a choice."""
+        """The strategies of `section` alone, without a choice."""
         return replace(self, strategies=())
 
     @property
@@ -77,7 +78,7 @@ class BlockPrice:
 
     @property
     def amounts(self) -> tuple[float, float, float, float]:
-        """All four values."""
+        """The four values of the price."""
         return self.forward_s, self.backward_s, self.kept_bytes, self.host_bytes
 
 
@@ -87,7 +88,7 @@ class BlockKind:
 
     count: int
     prices: tuple[BlockPrice, ...]
-    """[strategy]"""
+    """The price of each strategy."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -86,7 +86,7 @@ class Sharding:
     reduce_dtype_bytes: int
     """Bytes of an element of gradients before and in their reduction."""
     param_state_bytes: int
-    """As of `param_state_bytes`."""
+    """The optimizer's bytes for one trainable parameter, see `param_state_bytes`."""
     frozen_bytes: int
     """Bytes of an element of a shard of parameters that do not train."""
     trained_bytes: int

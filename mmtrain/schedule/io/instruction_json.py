@@ -10,7 +10,7 @@ from mmtrain.schedule.io.strict_json import fields, integer, items, number, stri
 from mmtrain.schedule.items import Result
 
 MOST_LETTERS = 64
-"""Of a kind that a file names."""
+"""The most letters of a kind that a file names."""
 
 
 def to_json(given: InstructionNode) -> dict[str, Any]:

@@ -69,7 +69,7 @@ class Schedule:
     braids: bool = False
     """Whether its plans may have braids."""
     name: str = ""
-    """In the catalogue, or of the file."""
+    """The name in the catalogue, or of the file."""
     text: str = ""
     """Content of the file that it is from."""
 
@@ -105,7 +105,7 @@ class Schedule:
 
     @property
     def suffix(self) -> str:
-        """Of the file that it is from: .py or .csv."""
+        """The suffix of the file that it is from: .py or .csv."""
         path, _ = file_of(self.name) or ("", "")
         return Path(path).suffix
 

@@ -26,7 +26,8 @@ class BlockUnits(NamedTuple):
     hops: tuple[int, int, int, int]
     """Forward down, forward up, gradient down, gradient up."""
     turns: tuple[int, int, int]
-    """From forward down to up (last rank), forward up to gradient down (first), gradient down to up (last)."""
+    """The units of three turns: forward down to up (last rank), forward up to gradient down (first), gradient down to
+    up (last)."""
 
 
 def v_min(problem: PlanningProblem) -> Plan:

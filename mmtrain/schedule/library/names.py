@@ -23,7 +23,7 @@ ScheduleName = Literal[
     "Optimus",
     "interleave",
 ]
-"""In the order of lists; `catalogue.CATALOGUE` has their functions."""
+"""The names of schedules in the order of lists; `catalogue.CATALOGUE` has their functions."""
 
 MEMORY_BOUNDED_SCHEDULES: tuple[ScheduleName, ...] = ("ZB-AutoSchedule", "interleave")
 """Schedules whose plans keep the memory limits of a problem; the others bound their memory by their own rule."""

@@ -27,7 +27,7 @@ from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.table import Table
 
 StageWork = tuple[int, int]
-"""(stage, work)."""
+"""A stage and a work."""
 
 
 def one_f_one_b(problem: PlanningProblem, *, eager: int = 0) -> Plan:
@@ -81,7 +81,7 @@ def _limit(P: int, rank: int, V: int, ahead: int | None) -> int:
 
 
 def segments(graph: WorkGraph) -> dict[int, int]:
-    """stage -> its index among its rank's stages in forward order: the rank's segments, counted from 0.
+    """The segment of each stage: its index among its rank's stages in forward order, counted from 0.
 
     Stages that `joined` combines are in one segment.
     """

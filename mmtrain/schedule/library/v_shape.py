@@ -19,7 +19,7 @@ from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
 
 SlotTemplate = Callable[[int, int], list[list["Slot"]]]
-"""(number of ranks, number of microbatches) -> slots of each rank."""
+"""A function (number of ranks, number of microbatches) -> slots of each rank."""
 
 
 class Slot(NamedTuple):
@@ -73,7 +73,7 @@ def fill(problem: PlanningProblem, template: SlotTemplate, held: float, *, braid
 
 
 def v_chunks(graph: WorkGraph) -> dict[int, int] | None:
-    """stage -> its chunk, if the stages of all modules, one module after the other, are one V; else None.
+    """The chunk of each stage, if the stages of all modules, one module after the other, are one V; else None.
 
     A V has chunks 0 .. 2P - 1: chunk c is on rank c on the way down and on rank 2P - 1 - c on the way up, and has at
     least one stage and at most one of each module. Data only go forward in it. If the modules are no V, those that have
@@ -93,7 +93,7 @@ def v_chunks(graph: WorkGraph) -> dict[int, int] | None:
 
 
 def _chunks(graph: WorkGraph, modules: Sequence[int]) -> dict[int, int] | None:
-    """stage -> chunk, in the order of data; None: the modules are no V."""
+    """The chunk of each stage, in the order of data; None: the modules are no V."""
     P, rank, module = graph.num_ranks, graph.stage_rank, graph.module_of
     chain = [stage for index in modules for stage in graph.modules[index].stages]
     last = [stage for stage in chain if rank[stage] == P - 1]
@@ -127,7 +127,7 @@ def _block(problem: PlanningProblem, forwards: Sequence[Action], backwards: Sequ
     if len(forwards) == len(backwards) == 1:
         return [Braid.of(*forwards, *backwards)]
     best: dict[tuple[int, int], tuple[float, list[Action]]] = {}
-    """(i, j) -> least seconds of the first i forwards and j backwards, and their entries."""
+    """For each (i, j), the least seconds of the first i forwards and j backwards, and their entries."""
 
     def then(i: int, j: int, *parts: Action) -> tuple[float, list[Action]]:
         seconds, entries = best[i, j]
@@ -151,7 +151,7 @@ class Writer:
         self._count = num_microbatches
         self._next = {(kind, leg): 0 for kind in (Kind.F, Kind.B) for leg in (0, 1)}
         self._waiting: list[tuple[int, int]] = []
-        """(leg, microbatch) of the Ws that are due, oldest first."""
+        """The Ws that are due, as (leg, microbatch), oldest first."""
 
     def done(self, kind: Kind, leg: int) -> int:
         """Number of microbatches whose F, or whose B or I, is written on a leg."""

@@ -1,4 +1,4 @@
-"""From a plan to a program: small pure passes that add transfers, waits and stage-wide actions.
+"""The lowering of a plan to a program: small pure passes that add transfers, waits and stage-wide actions.
 
 Rules: every rank's list is a part of one global order of compute and transfers, so no transport can deadlock, whatever
 its streams. Data-parallel replicas run different plans, so their collectives run in one canonical order at both ends of
@@ -34,7 +34,7 @@ class Program:
     actions: tuple[tuple[Action, ...], ...]
     """[rank] -> its list."""
     memory: Mapping[tuple[int, int], str] = field(default_factory=dict)
-    """(stage, work) -> name of its memory option, of those with a backward; default: `KEEP`."""
+    """The name of the memory option of each (stage, work) with a backward; default: `KEEP`."""
 
     def __str__(self) -> str:
         """One line a rank: its actions separated by spaces; `parse` reads it back, without the memory options."""

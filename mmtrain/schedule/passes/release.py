@@ -1,4 +1,4 @@
-"""When a rank may free the buffers that it has sent, derived from the program.
+"""The actions after which a rank may free the buffers that it has sent, derived from the program.
 
 A transport reports late (gloo: only by blocking) that a message has arrived. The program tells earlier: if the receiver
 waits for our message and later sends us another one, then our message has arrived once we have waited for that one.

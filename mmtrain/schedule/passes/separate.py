@@ -63,7 +63,7 @@ def separate_gradients(plan: Plan, problem: PlanningProblem, *, in_flight: Seque
 
 
 @dataclass(frozen=True)
-class _Outcome:
+class _SeparationResult:
     orders: tuple[tuple[Action, ...], ...]
     starts_s: Sequence[float]
     """[rank] -> of its first action."""
@@ -72,7 +72,7 @@ class _Outcome:
 
     @property
     def makespan_s(self) -> float:
-        """When the last rank ends; the first one starts at 0."""
+        """The end of the last rank; the first one starts at 0."""
         return max(self.ends_s)
 
     @property
@@ -80,7 +80,7 @@ class _Outcome:
         """The longest one of a rank."""
         return max(end - start for start, end in zip(self.starts_s, self.ends_s, strict=True))
 
-    def better(self, other: "_Outcome") -> "_Outcome":
+    def better(self, other: "_SeparationResult") -> "_SeparationResult":
         """The one of less makespan; else of less span; else of fewer split backwards; else this one."""
         for ours, theirs in ((self.makespan_s, other.makespan_s), (self.span_s, other.span_s)):
             if abs(ours - theirs) > ROUNDING * ours:
@@ -89,7 +89,7 @@ class _Outcome:
 
 
 StageMicrobatch = tuple[int, int]
-"""(stage, microbatch)."""
+"""A stage and a microbatch."""
 
 
 class _Step(NamedTuple):
@@ -111,16 +111,18 @@ class _Step(NamedTuple):
         return (self.separate[0] if self.separate else self.cost).seconds
 
 
-class _Rank:
+class _SimulatedRank:
     """What one rank has run, and what it holds."""
 
-    def __init__(self, limit_bytes: float | None, in_flight: float, owed: Counter[StageMicrobatch]) -> None:
-        self._limit_bytes, self._in_flight, self._owed = limit_bytes, in_flight, owed
+    def __init__(
+        self, limit_bytes: float | None, in_flight: float, remaining_backwards: Counter[StageMicrobatch]
+    ) -> None:
+        self._limit_bytes, self._in_flight, self._remaining_backwards = limit_bytes, in_flight, remaining_backwards
         self._held_bytes, self._num_pairs = 0.0, 0
         self.order: list[Action] = []
         self.start_s = self.end_s = 0.0
         self.waiting: list[tuple[Action, EntryCost, tuple[StageMicrobatch, ...]]] = []
-        """(W, its cost, its pair), in the order of their Is."""
+        """The Ws that wait, each with its cost and its pair, in the order of their Is."""
 
     def fits(self, cost: EntryCost, num_opened: int = 0) -> bool:
         """Whether an action that opens some pairs fits into the limits now."""
@@ -144,8 +146,8 @@ class _Rank:
         self._held_bytes += cost.growth_bytes
         self._num_pairs += num_opened
         for pair in pairs:
-            self._owed[pair] -= 1
-            self._num_pairs -= not self._owed[pair]
+            self._remaining_backwards[pair] -= 1
+            self._num_pairs -= not self._remaining_backwards[pair]
 
     def run_weight(self, end_by_s: float = math.inf) -> bool:
         """Runs the first waiting W that ends by a given time; whether there is one."""
@@ -164,13 +166,13 @@ class _Separation:
         self._items, self._message_s = plan.graph.items, problem.message_s
         self._limits = list(zip(problem.memory_limit_bytes, in_flight, strict=True))
         self._steps = [list(_steps(plan, problem, rank)) for rank in range(plan.graph.num_ranks)]
-        """[rank][step]"""
+        """The steps, [rank][step]."""
         seconds = [[step.cost.seconds for step in steps] for steps in self._steps]
         whole = plan.run(seconds, self._message_s)
         quick = plan.run([[step.least_s for step in steps] for steps in self._steps], self._message_s)
         self._ranks = quick.ranks
         """The rank of each step, in topological order."""
-        self.given = _Outcome(
+        self.given = _SeparationResult(
             plan.orders, [min(s, default=0.0) for s in whole.starts], [max(e, default=0.0) for e in whole.ends]
         )
         # When a step starts, its seconds and those of all later ones are ahead of the rank, Ws included.
@@ -184,10 +186,10 @@ class _Separation:
         )
         """No plan of these orders has a shorter makespan."""
 
-    def run(self, end_by_s: Sequence[float]) -> _Outcome:
+    def run(self, end_by_s: Sequence[float]) -> _SeparationResult:
         """The orders of passes 2 and 3. Args: end_by_s: [rank] -> when to end, if possible."""
         ranks = [
-            _Rank(*limits, Counter(pair for step in steps for pair in step.pairs))
+            _SimulatedRank(*limits, Counter(pair for step in steps for pair in step.pairs))
             for limits, steps in zip(self._limits, self._steps, strict=True)
         ]
         engine, latest = Engine(self._items, self._message_s), self._latest(end_by_s)
@@ -211,7 +213,7 @@ class _Separation:
             while rank.run_weight():
                 pass
         orders = tuple(tuple(rank.order) for rank in ranks)
-        return _Outcome(orders, [rank.start_s for rank in ranks], [rank.end_s for rank in ranks])
+        return _SeparationResult(orders, [rank.start_s for rank in ranks], [rank.end_s for rank in ranks])
 
     def _latest(self, end_by_s: Sequence[float]) -> list[list[tuple[float, float]]]:
         """[rank][step] -> when it must start (as I) and end, so that each rank can end by a given time."""

@@ -50,9 +50,10 @@ class Allocation:
     ranked: tuple[Ranked, ...]
     """The simulated ones, fastest first."""
     stability: StableBatch | None
-    """Of the pipeline ranks of the fastest candidate with modules on ranks of their own; None: there is none."""
+    """The stable batch for the pipeline ranks of the fastest candidate with modules on ranks of their own; None: there
+    is none."""
     stable_for: Estimate | None
-    """That candidate."""
+    """The candidate of `stability`."""
     samples_per_step: float
     """Samples of a step, on average."""
 
@@ -175,5 +176,5 @@ def _ranked(
 
 
 def _short(problem: str) -> str:
-    """Without what to change."""
+    """The problem without the advice what to change."""
     return problem.partition(";")[0].partition(" (GiB")[0]

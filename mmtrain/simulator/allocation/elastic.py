@@ -46,7 +46,7 @@ class ElasticLayouts:
     """The layouts of one elastic job."""
 
     config: Config
-    """With elastic.enable."""
+    """The config of a job with elastic.enable."""
     ranks_per_node: int
     device_bytes: float | None = None
     """Memory of a rank's device, the same value in all processes; None: that of `planner.hardware`, if it is set."""
@@ -93,7 +93,7 @@ class ElasticLayouts:
         return self._best(range(smallest, largest + 1), nodes, pipelines, before or ())
 
     def smallest(self, nodes: int) -> int | TooFewNodes:
-        """n_0, the nodes of the smallest pipeline; or why some nodes have none. Errors: see `layout`."""
+        """The nodes n_0 of the smallest pipeline; or why some nodes have none. Errors: see `layout`."""
         given = self.config.elastic.min_nodes
         least_depth = 1 if self.config.planner.placement == "spread" else 2
         least = given or math.ceil(least_depth / self._stages)
@@ -248,7 +248,7 @@ class ElasticLayouts:
 
     @cached_property
     def _network(self) -> Cluster | None:
-        """Between the nodes; None: unknown."""
+        """The network between the nodes; None: unknown."""
         hardware = self.config.planner.hardware
         return Cluster.of(hardware) if hardware else None
 

@@ -27,7 +27,7 @@ from mmtrain.simulator.whole_iteration import SimulatedIteration
 
 GIB = 2.0**30
 MOST_MICROBATCHES = 256
-"""Of a step, that are simulated."""
+"""The most microbatches of a step that are simulated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Effort:
     """Plans that a search tries for each iteration, if the job searches; 0: none."""
     num_steps: int = 1
     num_microbatches: int = MOST_MICROBATCHES
-    """Of a step, that are simulated."""
+    """The microbatches of a step that are simulated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +49,13 @@ class Judged:
     seconds: tuple[float, ...] = ()
     """[step] -> of the iteration; empty: it does not run."""
     peak_bytes: float = 0.0
-    """Of the most loaded rank; 0: unknown."""
+    """The peak bytes of the most loaded rank; 0: unknown."""
     peak_rank: int = 0
-    """That pipeline rank."""
+    """The most loaded pipeline rank."""
     bubble: float = 0.0
     """Idle fraction of the pipeline ranks, mean over the steps."""
     mfu: float | None = None
-    """None: the peak rate of a device is unknown."""
+    """Model FLOPs utilisation; None: the peak rate of a device is unknown."""
     problem: str = ""
     """Why it does not run."""
     missing_bytes: float = math.inf
@@ -75,7 +75,7 @@ class Judge:
     steps: Callable[[Config], Sequence[StepMicrobatches]]
     """[step] of a job; the same ones for all jobs of equal microbatches."""
     seed: int = 0
-    """Of searches."""
+    """The seed of searches."""
     _jobs: dict[Candidate, tuple[ScheduledJob, Machine] | Judged] = field(default_factory=dict, repr=False)
     """Candidate -> its job, or why it has none."""
     _seconds: dict[MicrobatchMeta, float] = field(default_factory=dict, repr=False)

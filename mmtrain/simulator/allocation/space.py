@@ -26,7 +26,7 @@ AXES: Mapping[str, str] = {
 """Axis -> what it changes."""
 
 MODES = ("full", "selective")
-"""Of activation_checkpoint.mode, in place of a choice for each block."""
+"""The values of activation_checkpoint.mode that are tried in place of a choice for each block."""
 SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBV", "ZB-AutoSchedule")
 """Schedules that are tried in place of searched plans, whose first plan is that of `interleave`."""
 
@@ -78,7 +78,7 @@ class Space:
         return candidate.having(self._free(self._cut(values)))
 
     def others(self, mesh: JobLayout) -> Iterator[tuple[str, ConfigValues]]:
-        """(axis, values) to try in place of a candidate's own, one at a time."""
+        """The values to try in place of a candidate's own, one at a time, each with its axis."""
         tried = [*self._other_degrees(mesh), *self._other_cuts(mesh), *self._other_memory()]
         tried += self._other_schedules(mesh)
         for axis, values in tried:

@@ -48,15 +48,15 @@ class TemplateMaker:
 
     config: Config
     costs: SampleCosts
-    """Of samples of its source."""
+    """The costs of samples of its source."""
     nodes: int
     """N, all that there are."""
     max_failures: int
-    """f."""
+    """The failures f that a job must survive."""
     evaluations: int = 20
     """Plans that a search tries for each number of microbatches, with planner.enable."""
     seed: int = 0
-    """Of all draws."""
+    """The seed of all draws."""
     progress: Callable[[], None] = lambda: None
     """Called after each simulated template."""
     _made: dict[tuple[JobLayout, int], Template | Judged] = field(default_factory=dict, repr=False)
@@ -79,7 +79,7 @@ class TemplateMaker:
 
     @property
     def node_bytes_per_s(self) -> float:
-        """At which a node receives what other nodes send."""
+        """The rate at which a node receives what other nodes send."""
         hardware = self.cluster.hardware
         reached = hardware.efficiency_of(OpKind.P2P, Phase.FORWARD).network
         return hardware.links[DeviceKind.NETWORK].bytes_per_s * reached * self.per_node
@@ -134,7 +134,8 @@ class TemplateMaker:
         return self._judge.judge(Candidate().having(values), Effort(evaluations=self.evaluations)).mean_s
 
     def smallest(self, stage: JobLayout) -> int:
-        """n_0 of some degrees of a stage. Raises: ConfigError: more than all nodes, or too few microbatches."""
+        """The nodes n_0 of the smallest pipeline with some degrees of a stage. Raises: ConfigError: more than all
+        nodes, or too few microbatches."""
         check_microbatches(self.config.training.global_batch_size, self.max_failures, stage.dp)
         closest: Judged | None = None
         for nodes in range(1, self.nodes + 1):

@@ -17,15 +17,15 @@ class FailureCosts:
     """What events and checkpoints cost."""
 
     detection_s: float
-    """From a loss until all know it."""
+    """The seconds from a loss until all nodes know it."""
     change_s: float
-    """Of a change of the layout, without what nodes copy."""
+    """The seconds of a change of the layout, without what nodes copy."""
     bytes_per_s: float
-    """At which a node receives what it lacks."""
+    """The rate at which a node receives what it lacks."""
     restart_s: float
-    """From the end of a job until its first step from a checkpoint."""
+    """The seconds from the end of a job until its first step from a checkpoint."""
     checkpoint_s: float
-    """That a checkpoint stops training for."""
+    """The seconds for which a checkpoint stops training."""
     checkpoint_every: int
     """Steps between checkpoints."""
 
@@ -37,7 +37,7 @@ class TrainedInterval:
     start_s: float
     seconds: float
     nodes: int
-    """That are there."""
+    """The nodes that are there."""
     samples: float
     """Microbatches, without those that were done before."""
     step_s: float
@@ -150,7 +150,7 @@ class _Player:
             self._restart(self.costs.detection_s)
 
     def _change(self, before: Running, after: Running) -> None:
-        """Another layout of nodes that are all there, at a step's end."""
+        """Changes the layout at a step's end, with all nodes of the one before still there."""
         if self.system.live:
             self._copy(before.held(), after)
             return

@@ -35,7 +35,7 @@ class Comparison:
 
     @property
     def ideal_rate(self) -> float:
-        """Its mean."""
+        """The mean rate of the ideal system."""
         spans = [one.seconds for one in next(iter(self.replays.values())).intervals]
         return sum(rate * seconds for rate, seconds in zip(self.ideal, spans, strict=True)) / sum(spans)
 

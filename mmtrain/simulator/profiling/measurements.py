@@ -193,14 +193,14 @@ class _Probe:
 
     @cached_property
     def attributions(self) -> dict[tuple[str, str], Attribution]:
-        """(module, key of `_TIMED`) -> its seconds by layer."""
+        """The seconds by layer of each (module, key of `_TIMED`)."""
         return {
             (module.name, name): self._attribute(module.name, name) for module in self.spec.modules for name in _TIMED
         }
 
     @cached_property
     def stages(self) -> dict[tuple[str, str], list[int]]:
-        """(module, key of `_TIMED`) -> the layers that have such an action."""
+        """The layers that have an action, for each (module, key of `_TIMED`)."""
         indices = {}
         for module in self.spec.modules:
             for name, (splits, kinds) in _TIMED.items():
@@ -268,7 +268,7 @@ class _Probe:
 def _medians(
     speeds: SpeedFilter, samples: Iterable[tuple[ProbeCut | None, Mapping[ActionKey, float], Mapping[ActionKey, float]]]
 ) -> dict[tuple[ProbeCut, int, int, Kind], float]:
-    """(cut, *action) -> median seconds. Args: samples: cut, and seconds and speed of each action."""
+    """The median seconds of each (cut, *action). Args: samples: cut, and seconds and speed of each action."""
     times_of: dict[tuple[ProbeCut, int, int, Kind], list[tuple[float, float]]] = defaultdict(list)
     for cut, values, speeds_s in samples:
         for action, value in values.items():

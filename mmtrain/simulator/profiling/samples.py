@@ -17,7 +17,7 @@ from mmtrain.simulator.profiling.probing import ProbeCut
 Key = TypeVar("Key")
 
 ActionKey = tuple[int, int, Kind]
-"""(stage, work, kind) of an action."""
+"""The stage, work and kind of an action."""
 
 _SPEED_TOLERANCE = 0.15
 """Times count if the machine's speed was at most this fraction from its typical one. A process on the other hyper-
@@ -51,13 +51,13 @@ class ProcessSamples:
 
     steps: list[StepSample] = field(default_factory=list)
     held: dict[tuple[int, int], float] = field(default_factory=dict)
-    """(stage, work) -> bytes that autograd kept of the forward, with one stage for each layer."""
+    """The bytes that autograd kept of the forward of each (stage, work), with one stage for each layer."""
     trips: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     """Bytes -> seconds of a message in one direction."""
     runs: list[tuple[PlanningProblem, Program, tuple[Rows, ...]]] = field(default_factory=list)
     """The programs of two pipeline ranks, and when their actions ran."""
     spans: list[tuple[float, float]] = field(default_factory=list)
-    """(end of the program, end of the step) on one of two pipeline ranks."""
+    """The ends of the program and of the step on one of two pipeline ranks."""
     host_copy: HostCopy | None = None
     """Rate between the device and host memory, measured while nothing else runs."""
 
