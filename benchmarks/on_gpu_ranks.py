@@ -138,6 +138,7 @@ CASES = (
         name="pipeline, split backwards", ranks=2, overrides=(*PAIR, 'parallelism.pipeline_parallel_schedule="ZB-H1"')
     ),
     Case(name="full recomputation", ranks=2, overrides=(*PAIR, 'activation_checkpoint.mode="full"')),
+    Case(name="pipeline, compiled", ranks=2, overrides=(*PAIR, "compile.enable=true")),
     Case(name="two pipelines", ranks=2, overrides=("parallelism.data_parallel_replicate_degree=2",)),
     Case(name="clips, one rank", ranks=1, clips=True, like="clips, one rank"),
     Case(name="clips, pipeline, planned", ranks=2, overrides=PLANNED, clips=True, like="clips, one rank"),

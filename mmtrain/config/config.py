@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mmtrain.config.assignment import AssignmentConfig
+from mmtrain.config.compile import CompileConfig, check_compile
 from mmtrain.config.content import check_clips, check_content, check_pairs
 from mmtrain.config.data import DataConfig, DiffusionConfig, TokenizerConfig
 from mmtrain.config.elastic import ElasticConfig, check_elastic
@@ -70,6 +71,7 @@ class Config:
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -287,6 +289,8 @@ def check(config: Config) -> None:
         checkpoint=config.checkpoint,
         comm=config.comm,
     )
+    memory = config.activation_checkpoint
+    check_compile(config.compile, config.model, config.planner, parallelism, memory, config.elastic)
     if config.planner.learn_costs and (config.elastic.enable or config.parallelism.pipelines):
         other = "elastic.enable = true" if config.elastic.enable else "parallelism.pipelines"
         raise ConfigError(

@@ -90,7 +90,7 @@ FOREIGN: dict[str, OurKeys] = {
     "attn_impl": OurKeys((SWIFT,), ("training.attention_backend",)),
     "attn_implementation": OurKeys((HUGGING_FACE, AUTOMODEL), ("training.attention_backend",)),
     # Where ranks go
-    "torch_compile": OurKeys(_TRAINER, (), "models run as they are; only the planner is compiled"),
+    "torch_compile": OurKeys(_TRAINER, ("compile.enable",), "blocks are compiled one by one"),
     "use_liger_kernel": OurKeys((HUGGING_FACE, SWIFT), (), "modules run as transformers has them"),
     "enable_liger_kernel": OurKeys((LLAMA_FACTORY,), (), "modules run as transformers has them"),
     "use_unsloth": OurKeys((LLAMA_FACTORY,), (), "modules run as transformers has them"),

@@ -183,6 +183,24 @@ class VisionAdapter(Adapter):
         tower._init_weights(module)
 
 
+class OnePiece:
+    """The edges of one piece, of which blocks take the differences as a list: `packed_attention` has the mask of the
+    images. No tensor, since a compiled block cannot read the values of one."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __getitem__(self, index: slice) -> "OnePiece":
+        return self
+
+    def __sub__(self, other: "OnePiece") -> "OnePiece":
+        return self
+
+    def tolist(self) -> list[int]:
+        """The number of rows of each piece."""
+        return [self.rows]
+
+
 class PackedVision(VisionAdapter):
     """Encoders of packed images of any size with rotary positions, whose own merger is optional."""
 
@@ -199,8 +217,7 @@ class PackedVision(VisionAdapter):
         if rows.shape.window:
             positions = positions[rows.shape.row_order(rows.grids)]
         return {
-            # One piece: `packed_attention` has the mask of the images. On the CPU, since the block reads its values.
-            "cu_seqlens": torch.tensor([0, len(rows.indices)], dtype=torch.int32),
+            "cu_seqlens": OnePiece(len(rows.indices)),
             "position_embeddings": tower.rotary_pos_emb(
                 x_rD, positions[np.maximum(rows.indices, 0)].to(x_rD.device, non_blocking=True)
             ),

@@ -76,6 +76,8 @@ def start_lines(
         f"{training.global_batch_size} microbatches x {training.seq_len} tokens"
     )
     lines.append(attention_line(config, device, capability))
+    if config.compile.enable:
+        lines.append("compile: blocks, while the first steps run, which takes seconds to minutes for each kind of them")
     lines.append(f"seed {config.debug.seed} (debug.seed): initial weights, order of the samples, searches")
     lines.append(show_switches(config.planner, threads))
     if config.assignment.assigns:

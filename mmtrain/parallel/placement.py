@@ -88,6 +88,7 @@ class JobPlacement:
                 seed=seed,
                 regathered=config.regathered,
                 recompute=config.activation_checkpoint,
+                compiled=config.compile.enable,
                 local=local,
             )
             check_groups(config.optimizer, model.chunks, model.aliases)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from mmtrain.config.compile import CompileConfig
 from mmtrain.config.config import Config
 from mmtrain.config.optimizer import LRSchedulerConfig
 from mmtrain.config.planner import PlannerConfig, SearchConfig
@@ -62,6 +63,7 @@ def probing_job(config: Config, *, num_blocks: int, cut: ProbeCut, num_ranks: in
             data_parallel_replicate_degree=1,
             pipeline_parallel_schedule="ZB-H1" if cut.splits else "1F1B",
         ),
+        compile=CompileConfig(),  # layers are measured as planning counts them, and in halves of a backward
         planner=PlannerConfig(
             search=SearchConfig(sub_microbatch=False)
         ),  # each microbatch is one work of a size of its own
