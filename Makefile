@@ -79,6 +79,7 @@ check: venv
 	$(BIN)/python tests/run_mutants.py --list
 
 docs: $(VENV)/docs-installed
+	$(BIN)/python docs/make_errors_page.py > docs/errors.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 # Apart from `venv`: only this target needs the site's theme, which is some 60 MB.

@@ -32,13 +32,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from mmtrain.commands.driven_steps import timed_steps
-from mmtrain.commands.local_ranks import run_on_ranks
-from mmtrain.commands.profiler import profile_job
 from mmtrain.config import config as config_module
 from mmtrain.config.config import Config
 from mmtrain.costs.profile.profile import Profile
 from mmtrain.data.noise import noise_batch
+from mmtrain.local.driven_steps import timed_steps
+from mmtrain.local.profiler import profile_job
+from mmtrain.local.ranks import run_on_ranks
 from mmtrain.modality.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
 from mmtrain.observe.machine_speed import WatchedClock
 from mmtrain.planner.iteration import IterationPlan

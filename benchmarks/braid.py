@@ -1,6 +1,6 @@
 """python benchmarks/braid.py [--models vlm_s,vlm_m,vlm_l] [--evaluations 1000] [--parts models,rows,equal]
 
-Blocks of a forward and a backward (`planner.braid`) in the simulator, seconds of an iteration.
+Blocks of a forward and a backward (`planner.search.braid`) in the simulator, seconds of an iteration.
 
 models   DIP's vision-language models at TP 4 and 8 on H800s, one batch of 64 microbatches, under their memory limits
          (VLM-L does not fit with TP 4: without limits): the search without and with blocks at equal evaluations, 1F1B

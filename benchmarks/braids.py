@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 from emulation import EmulatedRuntime, HostClock
 
-from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.config import config
 from mmtrain.config.config import Config
 from mmtrain.config.sections import CommConfig
 from mmtrain.config.topology import JobLayout
+from mmtrain.local.ranks import run_on_ranks
 from mmtrain.modality.metadata import DocumentMeta, IterationMeta, MicrobatchMeta
 from mmtrain.models.batch import Batch, Microbatch
 from mmtrain.parallel import passes

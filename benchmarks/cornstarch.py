@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from replicated import replicated_partition, rerun
+
 from mmtrain.config import config
 from mmtrain.config.config import Config
 from mmtrain.costs.job_costs import cost_model
@@ -31,7 +33,6 @@ from mmtrain.planner.partition.partition import Partition, Placed, divide_ranks,
 from mmtrain.planner.plan import make_plan
 from mmtrain.planner.problem import make_problem
 from mmtrain.simulator.cut_search import Cut, best_cut
-from mmtrain.simulator.replicated import replicated_partition, rerun
 from mmtrain.simulator.typical_iterations import TypicalIterations
 from mmtrain.spec.builders import DTYPE_BYTES, model_spec
 from mmtrain.spec.spec import ModelSpec
@@ -198,7 +199,7 @@ def compare(name: str, folder: Path, pp: int, evaluations: int) -> dict[str, flo
     found["search"] = seconds[result.best]
     found["replicated"] = replicated_s(typical, weights["aware"], pp)
     if evaluations:
-        keys = ["planner.enable=true", f"planner.budget_evaluations={evaluations}"]
+        keys = ["planner.enable=true", f"planner.search.budget_evaluations={evaluations}"]
         planned = iterations(job(name, folder, pp=pp, overrides=keys), spec)
         found["spread, planned"] = planned.seconds(spread)
     return found

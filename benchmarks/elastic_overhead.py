@@ -12,9 +12,9 @@ from pathlib import Path
 from elastic_counts import Arrival, Counts, Turn, train_elastic, train_ordinary
 from elastic_runs import COMMON, ELASTIC, depths, fixed, fork_ranks
 
-from mmtrain.commands.local_nodes import NodeJob, run_on_nodes
-from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.config import config
+from mmtrain.local.nodes import NodeJob, run_on_nodes
+from mmtrain.local.ranks import run_on_ranks
 
 JOBS = ("elastic", "ordinary")
 TURN_STEPS = 20

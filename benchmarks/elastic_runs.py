@@ -206,7 +206,7 @@ def _launch(words: Sequence[str], log: Path, pids: Path, variables: dict[str, st
 
 def fork_ranks(log: Path, pids: Path) -> None:
     """Ranks that this process starts from now on are warm. Args: log, pids: files of what they print, of their ids."""
-    from mmtrain.commands import local_nodes, local_ranks
+    from mmtrain.local import nodes, ranks
 
     _Rank.pids = pids
 
@@ -215,7 +215,7 @@ def fork_ranks(log: Path, pids: Path) -> None:
 
     forking = SimpleNamespace(**vars(multiprocessing))
     forking.get_context = lambda method: SimpleNamespace(Process=process)
-    for module in (local_nodes, local_ranks):
+    for module in (nodes, ranks):
         module.multiprocessing = forking  # type: ignore[attr-defined]
 
 

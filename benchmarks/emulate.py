@@ -32,13 +32,13 @@ import torch
 from emulation import EmulatedClock, EmulatedRuntime, HostClock, VirtualClock
 from overheads import measure
 
-from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.config import config as config_module
 from mmtrain.config.config import Config
 from mmtrain.config.sections import CommConfig
 from mmtrain.config.topology import JobLayout
 from mmtrain.costs.overheads import NO_OVERHEADS, Overheads, charged
-from mmtrain.modality.typical import Bins
+from mmtrain.local.ranks import run_on_ranks
+from mmtrain.modality.typical import TypicalSizes
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.plan import make_plan
@@ -135,7 +135,7 @@ def planned(config: Config, name: str, iteration: int) -> tuple[PlanningProblem,
         schedule = next(known for known in get_args(ScheduleName) if known == name)
         config = with_schedule(config, schedule)[0]
     planner = IterationPlanner(make_job(config))
-    meta = draw(usual_workload(config), Bins.of(config), seed=0, iteration=iteration)
+    meta = draw(usual_workload(config), TypicalSizes.of(config), seed=0, iteration=iteration)
     problem = planner.problem(meta, searched=name == PLANNED)[1]
     if name == PLANNED:
         return problem, search(problem, SearchOptions(budget_evaluations=1000))

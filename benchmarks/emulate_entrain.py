@@ -24,9 +24,9 @@ from emulate import Case, execute, print_order, scaled_cases
 from entrain import Setup, Step, literal_ranks, plans, variants
 from overheads import measure
 
-from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.config.sections import CommConfig
 from mmtrain.costs.overheads import NO_OVERHEADS, Overheads
+from mmtrain.local.ranks import run_on_ranks
 from mmtrain.planner.search.search import warm
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem

@@ -41,11 +41,11 @@ from emulation import EmulatedClock, EmulatedRuntime, HostClock, VirtualClock
 from overheads import hardware_text, measure, scaled, uncharged
 from peers_setups import BLOCKS, CLUSTERS, DEFAULT, PEERS, Outcome, Question, chain_outcomes, other_outcome
 
-from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.config.sections import CommConfig
 from mmtrain.config.topology import JobLayout
 from mmtrain.costs.overheads import NO_OVERHEADS, Overheads
 from mmtrain.errors import PlanError
+from mmtrain.local.ranks import run_on_ranks
 from mmtrain.parallel.mesh import Mesh, build_mesh
 from mmtrain.planner.search.search import warm
 from mmtrain.schedule.passes.lower import lower

@@ -26,13 +26,13 @@ from emulation import EmulatedClock, EmulatedRuntime, HostClock, VirtualClock
 from overheads import measure
 from torch import nn
 
-from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.config import config as config_module
 from mmtrain.config.config import Config, each_pipeline
 from mmtrain.config.sections import CommConfig
 from mmtrain.config.topology import JobLayout
 from mmtrain.costs.machine import Machine
 from mmtrain.costs.overheads import NO_OVERHEADS, Overheads
+from mmtrain.local.ranks import run_on_ranks
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.parallel.layer_sums import LayerSums
 from mmtrain.parallel.mesh import Mesh, build_mesh

@@ -38,7 +38,7 @@ from mmtrain.config.assignment import AssignmentConfig
 from mmtrain.config.config import Config
 from mmtrain.modality.metadata import DocumentMeta, IterationMeta
 from mmtrain.modality.split import split_evenly
-from mmtrain.modality.typical import Bins
+from mmtrain.modality.typical import TypicalSizes
 from mmtrain.planner.assignment.assign import assign
 from mmtrain.planner.assignment.assignment import (
     AssignedMicrobatch,
@@ -156,8 +156,8 @@ class Setup:
         keys = [
             "planner.enable=true",
             "planner.memory_limit=92%",
-            f"planner.budget_evaluations={self.evaluations}",
-            "planner.budget_s=0",
+            f"planner.search.budget_evaluations={self.evaluations}",
+            "planner.search.budget_s=0",
         ]
         return IterationPlanner(make_job(self.job(*keys)))
 
@@ -179,9 +179,9 @@ class Setup:
         keys = [
             "planner.enable=false",
             "planner.placement=parallel",
-            "planner.sub_microbatch=false",
+            "planner.search.sub_microbatch=false",
             "parallelism.pipeline_parallel_schedule=1F1B",
-            f"planner.eager_forwards={eager}",
+            f"planner.search.eager_forwards={eager}",
         ]
         for section, count in zip(("encoder", "language"), ranks, strict=True):
             keys += [f"model.{section}.num_segments=1", f"model.{section}.ranks={count}"]
@@ -214,7 +214,7 @@ class Setup:
 
 def samples(setup: Setup, workload: str, iteration: int) -> Iterator[DocumentMeta]:
     """The documents of a workload, each with a number of its own."""
-    bins, number = replace(Bins.of(setup.job()), num_microbatches=8), itertools.count()
+    bins, number = replace(TypicalSizes.of(setup.job()), num_microbatches=8), itertools.count()
     for part in itertools.count():
         for microbatch in draw(workload, bins, seed=iteration, iteration=part).microbatches:
             for document in microbatch.documents:

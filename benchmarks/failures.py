@@ -25,7 +25,7 @@ from mmtrain.simulator.allocation.templates import TemplateMaker
 from mmtrain.simulator.failures.oobleck import LiteralTemplates, Oobleck, literal_templates
 from mmtrain.simulator.failures.replay import FailureCosts, Replay
 from mmtrain.simulator.failures.report import OOBLECK, OURS, compare, systems
-from mmtrain.simulator.failures.systems import LocalRule, Ours, ReRouting, System
+from mmtrain.simulator.failures.systems import BestComposition, LocalRule, ReRouting, System
 from mmtrain.simulator.failures.trace import read_trace
 
 TRACES = Path(__file__).parent / "traces"
@@ -76,8 +76,8 @@ def played(templates: Templates, literal: LiteralTemplates, searched: Templates)
         "bubbles kept": WithBubbles(templates=templates, live=True),
         "+ division": ExactlyDealt(templates=theirs, estimated=estimated),
         "+ compositions": LocalRule(templates=theirs),
-        "+ at each loss": Ours(templates=theirs),
-        "+ schedules": Ours(templates=searched),
+        "+ at each loss": BestComposition(templates=theirs),
+        "+ schedules": BestComposition(templates=searched),
     }
     return systems(templates, literal) | parts
 

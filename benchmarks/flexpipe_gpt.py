@@ -124,7 +124,7 @@ class Point:
             'planner.hardware="a800"',
             f'planner.memory_limit="{LIMIT}"',
             "planner.memory_margin=0.0",
-            f"planner.budget_evaluations={EVALUATIONS}",
+            f"planner.search.budget_evaluations={EVALUATIONS}",
         ]
         return config.load(CONFIG, [*changes, *words])
 

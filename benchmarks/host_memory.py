@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from accuracy import CASES, Case, iteration, job
 
-from mmtrain.commands.driven_steps import timed_steps
-from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.data.noise import noise_batch
+from mmtrain.local.driven_steps import timed_steps
+from mmtrain.local.ranks import run_on_ranks
 from mmtrain.training.trainer import Trainer
 
 DECLINED = "MALLOC_PERTURB_"

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from peers_setups import CLUSTERS
 
 from mmtrain.config import config as config_module
-from mmtrain.modality.typical import Bins
+from mmtrain.modality.typical import TypicalSizes
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.plan import JobMethod, make_plan
 from mmtrain.planner.search_settings import PLANNED
@@ -94,7 +94,7 @@ def plans(model: str, schedule: str, args: argparse.Namespace) -> Iterator[tuple
     config, _ = with_schedule(config_module.load(f"{model}.toml", overrides), schedule, args.evaluations)
     planner = IterationPlanner(make_job(config))
     for iteration in range(args.iterations):
-        meta = draw(usual_workload(config), Bins.of(config), seed=1, iteration=iteration)
+        meta = draw(usual_workload(config), TypicalSizes.of(config), seed=1, iteration=iteration)
         problem = planner.problem(meta, searched=schedule == PLANNED)[1]
         if schedule == PLANNED:
             result = make_plan(problem, JobMethod.searching(planner.job.schedule, planner.job.section, seed=iteration))

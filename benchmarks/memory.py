@@ -34,15 +34,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mmtrain.commands.driven_steps import timed_steps
-from mmtrain.commands.local_ranks import run_on_ranks
-from mmtrain.commands.profiler import profile_job
 from mmtrain.config import config as config_module
 from mmtrain.config.config import Config
 from mmtrain.data.noise import noise_batch
+from mmtrain.local.driven_steps import timed_steps
+from mmtrain.local.profiler import profile_job
+from mmtrain.local.ranks import run_on_ranks
 from mmtrain.modality.bitfield import language_bits
 from mmtrain.modality.metadata import DocumentMeta, IterationMeta, MicrobatchMeta
-from mmtrain.modality.typical import Bins
+from mmtrain.modality.typical import TypicalSizes
 from mmtrain.models.attention.context import attention_context
 from mmtrain.models.build import build_chunk
 from mmtrain.models.initialise import init_weights
@@ -82,7 +82,7 @@ def job(*more: str, folder: str = "", microbatches: int = 6) -> Config:
             "--training.seq_len=512",
             f"--training.global_batch_size={microbatches}",
             "--planner.enable=true",
-            "--planner.budget_evaluations=400",
+            "--planner.search.budget_evaluations=400",
             f'--job.dump_folder="{folder}"',
             "--validation.enable=false",
             "--checkpoint.enable=false",
@@ -95,7 +95,7 @@ def job(*more: str, folder: str = "", microbatches: int = 6) -> Config:
 
 def batch_of(config: Config, number: int) -> IterationMeta:
     """One iteration of images and text of many sizes."""
-    return draw(WORKLOAD, Bins.typical(config), seed=0, iteration=number)
+    return draw(WORKLOAD, TypicalSizes.typical(config), seed=0, iteration=number)
 
 
 def peak_bytes(config: Config, meta: IterationMeta) -> float:
@@ -197,8 +197,8 @@ def accuracy(folder: str) -> None:
         meta = batch_of(free, number)
         limit = rng.uniform(0.35, 1.0) * peak_bytes(free, meta)
         more = (
-            f"--planner.activation_memory_gib={limit / GIB}",
-            f"--planner.memory_strategies={rng.choice(STRATEGIES)!r}",
+            f"--planner.search.activation_memory_gib={limit / GIB}",
+            f"--planner.search.memory_strategies={rng.choice(STRATEGIES)!r}",
             f"--training.global_batch_size={len(meta.microbatches)}",
         )
         cases.append((job(*more, folder=f"{folder}/a"), meta))
@@ -253,11 +253,11 @@ def iteration_time(folder: str, rounds: int, profile: str) -> None:
     peak = max(peak_bytes(free, meta) for meta in metas)
     cases = {"keep, no limit": free}
     for share in SHARES:
-        limit = f"--planner.activation_memory_gib={share * peak / GIB}"
+        limit = f"--planner.search.activation_memory_gib={share * peak / GIB}"
         for name, more in {
             "full recompute": '--activation_checkpoint.mode="full"',
             "static selective": '--activation_checkpoint.mode="selective"',
-            "planned": '--planner.memory_strategies=["keep", "selective", "recompute"]',
+            "planned": '--planner.search.memory_strategies=["keep", "selective", "recompute"]',
         }.items():
             config = job(given, limit, more, folder=f"{folder}/t")
             planner = IterationPlanner(make_job(config))

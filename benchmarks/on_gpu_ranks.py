@@ -25,13 +25,13 @@ from itertools import cycle, islice, pairwise
 import torch
 from one_gpu import SIZES, batches, job
 
-from mmtrain.commands.driven_steps import TimedStep, timed_steps
-from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.config import config as config_module
 from mmtrain.config.config import Config
 from mmtrain.data.noise import noise_batch
+from mmtrain.local.driven_steps import TimedStep, timed_steps
+from mmtrain.local.ranks import run_on_ranks
 from mmtrain.modality.metadata import IterationMeta
-from mmtrain.modality.typical import Bins
+from mmtrain.modality.typical import TypicalSizes
 from mmtrain.models.batch import Batch
 from mmtrain.simulator.typical_iterations import usual_workload
 from mmtrain.simulator.workloads import draw
@@ -113,7 +113,7 @@ class Case:
 
 
 PAIR = ("parallelism.pipeline_parallel_degree=2",)
-PLANNED = (*PAIR, "planner.enable=true", "planner.budget_evaluations=200")
+PLANNED = (*PAIR, "planner.enable=true", "planner.search.budget_evaluations=200")
 CASES = (
     Case(name="one rank", ranks=1),
     Case(name="pipeline, 1F1B", ranks=2, overrides=(*PAIR, 'parallelism.pipeline_parallel_schedule="1F1B"')),
@@ -130,7 +130,7 @@ CASES = (
     Case(
         name="half of the activations",
         ranks=2,
-        overrides=(*PLANNED, 'planner.memory_strategies=["keep", "selective", "recompute", "offload"]'),
+        overrides=(*PLANNED, 'planner.search.memory_strategies=["keep", "selective", "recompute", "offload"]'),
         less_than="pipeline, planned",
     ),
     Case(name="memory limit of 45 %", ranks=2, overrides=(*PLANNED, 'planner.memory_limit="45%"')),
@@ -138,6 +138,7 @@ CASES = (
         name="pipeline, split backwards", ranks=2, overrides=(*PAIR, 'parallelism.pipeline_parallel_schedule="ZB-H1"')
     ),
     Case(name="full recomputation", ranks=2, overrides=(*PAIR, 'activation_checkpoint.mode="full"')),
+    Case(name="pipeline, compiled", ranks=2, overrides=(*PAIR, "compile.enable=true")),
     Case(name="two pipelines", ranks=2, overrides=("parallelism.data_parallel_replicate_degree=2",)),
     Case(name="clips, one rank", ranks=1, clips=True, like="clips, one rank"),
     Case(name="clips, pipeline, planned", ranks=2, overrides=PLANNED, clips=True, like="clips, one rank"),
@@ -157,7 +158,11 @@ def config_of(case: Case, size: str, folder: str, extra: Sequence[str]) -> Confi
     """The case's job, with nothing that needs data or another package."""
     plain = [f'--job.dump_folder="{folder}"', "--validation.enable=false", "--checkpoint.enable=false"]
     plain += ["--metrics.enable_tensorboard=false", "--metrics.progress_bar=false", "--planner.enable=false"]
-    plain += ["--parallelism.pipeline_parallel_degree=1", "--comm.share_device=true", "--planner.flops_per_s=1e13"]
+    plain += [
+        "--parallelism.pipeline_parallel_degree=1",
+        "--comm.share_device=true",
+        "--planner.device.flops_per_s=1e13",
+    ]
     own = [f"--{text}" for text in (*case.overrides, *extra)]
     if case.clips:
         return config_module.load("debug_t2v.toml", [*plain, *own])
@@ -171,7 +176,7 @@ def config_of(case: Case, size: str, folder: str, extra: Sequence[str]) -> Confi
 def batches_of(case: Case, config: Config, size: str) -> Batches:
     if not case.clips:
         return batches(config, SIZES[size])
-    bins = Bins.typical(config)
+    bins = TypicalSizes.typical(config)
     metas = [draw(usual_workload(config), bins, seed=0, iteration=i) for i in range(2)]
     return [(noise_batch(config.model, meta, seed), meta) for seed, meta in enumerate(metas)]
 
@@ -181,7 +186,7 @@ def run_case(case: Case, size: str, steps: int, found: dict[str, list[Measured]]
     extra = []
     if case.name == "half of the activations" and "pipeline, planned" in found:
         most = max(rank.planned_bytes for rank in found["pipeline, planned"])
-        extra = [f"planner.activation_memory_gib={0.5 * most / 2**30:.9f}"]
+        extra = [f"planner.search.activation_memory_gib={0.5 * most / 2**30:.9f}"]
     with tempfile.TemporaryDirectory(prefix="mmtrain-on-gpu-") as folder:
         config = config_of(case, size, folder, extra)
         given = batches_of(case, config, size)

@@ -1,9 +1,9 @@
 """python benchmarks/on_gpu_step.py [--size medium]
 
-Whole training steps of mmtrain at one rank on one CUDA device, in bfloat16, with each kernel of attention: seconds,
-kernels, times that the host waits for the device and the lines of code where it does, and MiB at the peak beside the
-activations that the plan has. Batches are those of `one_gpu.py`. Without a CUDA device it trains on the CPU, in float32
-and without these counts, which tries the program.
+Whole training steps of mmtrain at one rank on one CUDA device, in bfloat16, with each kernel of attention, and with
+compiled blocks: seconds, kernels, times that the host waits for the device and the lines of code where it does, and MiB
+at the peak beside the activations that the plan has. Batches are those of `one_gpu.py`. Without a CUDA device it trains
+on the CPU, in float32 and without these counts, which tries the program.
 """
 
 import argparse
@@ -22,9 +22,10 @@ from one_gpu import SIZES, batches, job
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from mmtrain.commands.driven_steps import timed_steps
-from mmtrain.commands.local_ranks import run_on_ranks
+from mmtrain.config.compile import CompileConfig
 from mmtrain.config.config import Config
+from mmtrain.local.driven_steps import timed_steps
+from mmtrain.local.ranks import run_on_ranks
 from mmtrain.training.trainer import Trainer
 
 WARM, TIMED = 4, 4
@@ -82,19 +83,22 @@ def main() -> None:
     args = parser.parse_args()
     print(f"{torch.cuda.get_device_name() if cuda else 'CPU'}, torch {torch.__version__}, size {args.size}")
     print(
-        f"{'attention':12}" + "".join(f"{name:>10}" for name in ("s a step", "kernels", "waits", "peak MiB", "planned"))
+        f"{'attention':16}" + "".join(f"{name:>10}" for name in ("s a step", "kernels", "waits", "peak MiB", "planned"))
     )
-    for backend in ("auto", "sdpa", "flex") if cuda else ("auto",):
+    rows = [("auto", False), ("auto", True), *([("sdpa", False), ("flex", False)] if cuda else [])]
+    for backend, compiled in rows:
         with tempfile.TemporaryDirectory(prefix="mmtrain-on-gpu-") as folder:
             config = job(SIZES[args.size], folder, bfloat16=cuda)
-            config = replace(config, training=replace(config.training, attention_backend=backend))
+            training = replace(config.training, attention_backend=backend)
+            config = replace(config, training=training, compile=CompileConfig(enable=compiled))
             (found,) = run_on_ranks(train, 1, config, args.size, comm=config.comm)
+        name = f"{backend}, compiled" if compiled else backend
         print(
-            f"{backend:12}{found.seconds:10.4f}{found.kernels:10d}{found.waits.total():10d}"
+            f"{name:16}{found.seconds:10.4f}{found.kernels:10d}{found.waits.total():10d}"
             f"{found.peak_bytes / MIB:10.0f}{found.planned_bytes / MIB:10.0f}"
         )
         for line, times in found.waits.most_common():
-            print(f"{'':12}{times:6d} x {line}", flush=True)
+            print(f"{'':16}{times:6d} x {line}", flush=True)
 
 
 if __name__ == "__main__":

@@ -37,11 +37,11 @@ from torch.utils.data import IterableDataset
 from transformers import Qwen2Config, Qwen2ForCausalLM, Trainer, TrainerCallback, TrainingArguments, ViTConfig, ViTModel
 from transformers.utils import is_flash_attn_2_available
 
-from mmtrain.commands.driven_steps import timed_steps
-from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.config import config as config_module
 from mmtrain.config.config import Config
 from mmtrain.data.noise import noise_batch
+from mmtrain.local.driven_steps import timed_steps
+from mmtrain.local.ranks import run_on_ranks
 from mmtrain.modality.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
 from mmtrain.models.batch import Batch, Microbatch, document_positions
 from mmtrain.models.projector import Projector

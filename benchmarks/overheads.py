@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 from emulation import EmulatedRuntime, HostClock
 
-from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.config.sections import CommConfig
 from mmtrain.config.topology import JobLayout
 from mmtrain.costs.overheads import Overheads, charged
+from mmtrain.local.ranks import run_on_ranks
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.planner.plan import make_plan
 from mmtrain.schedule.chain import plain_chain

@@ -34,7 +34,7 @@ from mmtrain.config.model import section_of
 from mmtrain.costs.machine import Machine
 from mmtrain.errors import ConfigError
 from mmtrain.modality.metadata import IterationMeta
-from mmtrain.modality.typical import Bins
+from mmtrain.modality.typical import TypicalSizes
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.plan import JobMethod, make_plan
 from mmtrain.planner.search_settings import search_seed
@@ -156,7 +156,9 @@ def choices(names: Sequence[str], num_iterations: int, keys: Sequence[str]) -> N
     excess = []
     for name in names:
         job = open_job(name, *keys)
-        metas = [draw(usual_workload(job), Bins.typical(job), seed=SEED, iteration=i) for i in range(num_iterations)]
+        metas = [
+            draw(usual_workload(job), TypicalSizes.typical(job), seed=SEED, iteration=i) for i in range(num_iterations)
+        ]
         planners = list(cuts(name, keys))
         seconds = {str(planner.job.partition): planned_s(planner, metas) for planner in planners}
         start = time.process_time()
@@ -220,7 +222,7 @@ def mixtures(names: Sequence[str], num_iterations: int) -> None:
         planners = {str(planner.job.partition): planner for planner in cuts(name)}
 
         def drawn(mixture: str, job: Config = job) -> list[IterationMeta]:
-            return [draw(mixture, Bins.typical(job), seed=SEED, iteration=i) for i in range(num_iterations)]
+            return [draw(mixture, TypicalSizes.typical(job), seed=SEED, iteration=i) for i in range(num_iterations)]
 
         usual = {cut: planned_s(planner, drawn("mix")) for cut, planner in planners.items()}
         separated, chain = (
@@ -249,7 +251,7 @@ def ways(names: Sequence[str], num_iterations: int) -> None:
                 made = make_job(job)
                 cut_s = time.process_time() - start
                 simulator = IterationSimulator.of(job, Machine.of(job).network)
-                bins = Bins.of(job)
+                bins = TypicalSizes.of(job)
                 metas = [draw("mix", bins, seed=SEED, iteration=i) for i in range(num_iterations)]
                 seconds = statistics.fmean(simulator.simulate([meta])[0].iteration_s for meta in metas)
                 reference = reference or seconds

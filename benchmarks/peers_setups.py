@@ -12,7 +12,7 @@ stage and work. DIP on the segments of its rule (for 12 images a work, or as man
 the first batches; of T2V those of the config), with sub-microbatches, dual queues, MCTS and memory options, whole
 backwards; "paper's start" orders as if everything were recomputed (DIP, section 5), "our sweep" takes the best of our
 decoders first. Our default is what a user gets with a memory limit: segments and sub-microbatches searched before the
-first batch, 1,000 evaluations a batch; with blocks `planner.braid` is on.
+first batch, 1,000 evaluations a batch; with blocks `planner.search.braid` is on.
 
 Whole backwards hide exchanges of tensor parallelism under their weight gradients for all, and blocks of STP and of
 ours hide more, as the hardware's contention says.
@@ -30,11 +30,11 @@ from mmtrain.config import config as config_module
 from mmtrain.config.config import Config
 from mmtrain.errors import ConfigError, PlanError
 from mmtrain.modality.metadata import IterationMeta
-from mmtrain.modality.typical import Bins
+from mmtrain.modality.typical import TypicalSizes
 from mmtrain.planner.batching import make_batching
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.memory.limit import MemoryRule
-from mmtrain.planner.memory.rank_state import RankState, Sharding
+from mmtrain.planner.memory.rank_state import RankBytes, Sharding
 from mmtrain.planner.partition.partition import Partition, mixed_partition
 from mmtrain.planner.plan import JobMethod, make_plan
 from mmtrain.planner.result import PlanResult
@@ -96,12 +96,12 @@ CHAINS: Mapping[str, Sequence[tuple[str, str, int]]] = {
 """Peer -> the (cut, schedule, chunks of the chain on a rank) that it may choose from."""
 ABLATIONS: Mapping[str, Sequence[str]] = {
     "": (),
-    "sub-microbatches off": ("planner.sub_microbatch=false",),
+    "sub-microbatches off": ("planner.search.sub_microbatch=false",),
     "partition search off": ('planner.partition="dip"',),
-    "interleave off": ("planner.interleave=false", 'parallelism.pipeline_parallel_schedule="1F1B"'),
-    "reorder off": ("planner.reorder=false",),
-    "split backward off": ("planner.split_backward=false",),
-    "memory off": ("planner.memory=false",),
+    "interleave off": ("planner.search.interleave=false", 'parallelism.pipeline_parallel_schedule="1F1B"'),
+    "reorder off": ("planner.search.reorder=false",),
+    "split backward off": ("planner.search.split_backward=false",),
+    "memory off": ("planner.search.memory=false",),
 }
 """What is switched off -> overrides. Without memory options all blocks do one thing, the fastest that fits."""
 MIXED: Mapping[str, Sequence[str]] = {
@@ -161,7 +161,7 @@ def job_of(question: Question, *words: str) -> Config:
         'activation_checkpoint.mode="none"',
     ]
     if question.evaluations:
-        base.append(f"planner.budget_evaluations={question.evaluations}")
+        base.append(f"planner.search.budget_evaluations={question.evaluations}")
     return config_module.load(ROOT / "configs" / f"{question.model}.toml", [*base, *question.overrides, *words])
 
 
@@ -181,7 +181,7 @@ def workload_of(question: Question) -> str:
 @lru_cache(maxsize=4)
 def batches_of(question: Question) -> tuple[IterationMeta, ...]:
     """The batches that every peer reads."""
-    bins, name = Bins.of(job_of(question)), workload_of(question)
+    bins, name = TypicalSizes.of(job_of(question)), workload_of(question)
     return tuple(draw(name, bins, seed=SEED, iteration=i) for i in range(question.num_iterations))
 
 
@@ -192,7 +192,7 @@ class _Ledger:
         ranks = range(planner.job.partition.num_ranks)
         sharding = Sharding.of(job)
         assert job.parallelism.layout.dp == 1, "gathers and reductions are left out"
-        self._states: list[RankState] = [
+        self._states: list[RankBytes] = [
             sharding.rank_state(planner.job.spec, planner.job.partition, rank) for rank in ranks
         ]
         self._optimizer_s = max(planner.job.costs.step_s(round(state.updated_params)) for state in self._states)
@@ -254,7 +254,7 @@ def _chain(question: Question, cut: str, schedule: str, passes: int) -> Outcome:
 
 def chain_job(question: Question, *words: str) -> Config:
     """The job of a chain, before it is cut."""
-    given = [*left_open(question), "planner.sub_microbatch=false", 'planner.partition="mixed-parameters"']
+    given = [*left_open(question), "planner.search.sub_microbatch=false", 'planner.partition="mixed-parameters"']
     return job_of(question, *given, 'parallelism.pipeline_parallel_schedule="1F1B"', *words)
 
 
@@ -423,13 +423,13 @@ def other_outcome(question: Question, peer: str) -> Outcome:
         return _dip(question, _paper)
     if peer == "DIP-like, our sweep":
         return _dip(question, _searched)
-    words = ["planner.braid=true"] if peer == BLOCKS else []
+    words = ["planner.search.braid=true"] if peer == BLOCKS else []
     return _separated(question, [*left_open(question), *words], _searched)
 
 
 def _dip(question: Question, planned: Planned) -> Outcome:
     """DIP as the config has it, or by its rule on works of as many images as ours; the first batches decide."""
-    as_given = ("planner.split_backward=false", 'planner.strategy="mcts"')
+    as_given = ("planner.search.split_backward=false", 'planner.search.strategy="mcts"')
     choices = [as_given]
     if not question.model.startswith("t2v"):  # prompts take no time, so the rule would cut the DiT block by block
         choices.append((*as_given, *left_open(question), 'planner.partition="dip"'))
@@ -468,13 +468,13 @@ def _separated(question: Question, words: Sequence[str], planned: Planned) -> Ou
             ledger.add(None, None, None)
     cut = f"{'' if planner.job.partition.passes else 'K = '}{planner.job.partition}"
     of_work = f", {planner.job.sub_microbatch_size} a work" if planner.job.sub_microbatch_size else ""
-    mode = "" if job.planner.memory else f", {job.activation_checkpoint.mode}"
+    mode = "" if job.planner.search.memory else f", {job.activation_checkpoint.mode}"
     return ledger.outcome(f"{cut}{of_work}{mode}")
 
 
 def _first(planner: IterationPlanner, problem: PlanningProblem, number: int) -> PlanResult:
     """The schedule's own orders, with the best memory options for them."""
-    section = replace(planner.job.section, interleave=False)  # or what does not fit would get another order
+    section = planner.job.section.with_search(interleave=False)  # or what does not fit would get another order
     return make_plan(problem, JobMethod(planner.job.schedule, section))
 
 
@@ -493,7 +493,7 @@ def _paper(planner: IterationPlanner, problem: PlanningProblem, number: int) -> 
     if start.cost == math.inf:
         return PlanResult(problem=problem, status="infeasible", message="the start does not fit")
     tree = TreeChain(searched, space, start, (search_seed(0, number), 0), True, False, False, ITERATIONS)
-    tree.run(planner.job.section.budget_evaluations - 1, 0.0, 1.0)
+    tree.run(planner.job.section.search.budget_evaluations - 1, 0.0, 1.0)
     best = [evaluate(searched, space, tree.best.order, how, count) for count in (LAST_ITERATIONS, ITERATIONS)]
     if best[0] < best[1]:
         evaluate(searched, space, tree.best.order, how, LAST_ITERATIONS)

@@ -31,6 +31,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+from blind_chains import BLIND
 from planner_problems import problem, reference
 
 from mmtrain.planner.bound import lower_bound_s
@@ -312,6 +313,7 @@ def main() -> None:
     given = parser.parse_args()
     sizes = Sizes(tuple(given.models.split(",")), given.effort)
     warm()
+    CHAINS.update(BLIND)
     for name in given.sections or SECTIONS:
         print(f"## {name}")
         SECTIONS[name](sizes)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mmtrain.config import config as config_module
 from mmtrain.costs.machine import Machine
-from mmtrain.modality.typical import Bins
+from mmtrain.modality.typical import TypicalSizes
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.memory.rank_state import Sharding
 from mmtrain.schedule.library.catalogue import CATALOGUE
@@ -68,7 +68,7 @@ def problem(
     ]
     job = config_module.load(f"{name}.toml", words)
     made = replace(make_job(job), schedule=CATALOGUE["ZB-AutoSchedule"])  # for the costs of I and W
-    meta = draw(workload or usual_workload(job), Bins.of(job), seed=seed, iteration=iteration)
+    meta = draw(workload or usual_workload(job), TypicalSizes.of(job), seed=seed, iteration=iteration)
     found = with_contention(IterationPlanner(made).problem(meta)[1], contention)
     if not options or not limited:
         return found

@@ -22,11 +22,11 @@ from emulate import Case, job, planned, scaled_cases
 from emulation import EmulatedRuntime, HostClock
 from overheads import measure
 
-from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.config.sections import CommConfig
 from mmtrain.config.topology import JobLayout
 from mmtrain.costs.noise import EXACT, Noise
 from mmtrain.costs.overheads import NO_OVERHEADS, Overheads, charged
+from mmtrain.local.ranks import run_on_ranks
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.planner.search.search import search
 from mmtrain.planner.search.search_options import SearchOptions

@@ -93,8 +93,8 @@ with the GB of 1F1B-I's most loaded rank."""
 OFFLOADING = (
     'parallelism.tensor_parallel_rows="whole"',
     "planner.enable=true",
-    "planner.interleave=false",
-    'planner.memory_strategies=["keep", "offload"]',
+    "planner.search.interleave=false",
+    'planner.search.memory_strategies=["keep", "offload"]',
     'planner.memory_limit="92GB"',
 )
 BISECTIONS = 9
@@ -119,7 +119,7 @@ def problem(row: Row, placement: str, contention: float, words: Sequence[str] = 
             "num_heads": 16, "mlp_ratio": 4, "patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2,
         }  # fmt: skip
         more += [f"model.encoder.config={_table(encoder)}", 'model.projector.kind="native"']
-        more += ["planner.partition=mixed-parameters", "planner.sub_microbatch=false"]
+        more += ["planner.partition=mixed-parameters", "planner.search.sub_microbatch=false"]
     job = config.load(
         "debug_text.toml",
         [

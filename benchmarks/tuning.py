@@ -41,10 +41,10 @@ from tuning_peers import (
     tried_degrees,
 )
 
-from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.config.config import Config
 from mmtrain.config.sections import CommConfig
 from mmtrain.config.topology import JobLayout
+from mmtrain.local.ranks import run_on_ranks
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.plan import JobMethod, make_plan
 from mmtrain.planner.search.search import warm
@@ -218,7 +218,7 @@ def _planned(job: Config, setup: Setup) -> tuple[PlanningProblem, Plan]:
     planner = IterationPlanner(make_job(job))
     meta = divided(setup.steps(job)[0], job.parallelism.layout.dp)[0]
     problem = planner.problem(meta, searched=True)[1]
-    section = replace(planner.job.section, budget_evaluations=setup.evaluations)
+    section = planner.job.section.with_search(budget_evaluations=setup.evaluations)
     return problem, make_plan(problem, JobMethod.searching(planner.job.schedule, section, seed=search_seed(0, 0))).plan
 
 

@@ -27,7 +27,7 @@ from mmtrain.costs.machine import Machine
 from mmtrain.errors import ConfigError, PlanError
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.memory.rank_state import RankState, Sharding
+from mmtrain.planner.memory.rank_state import RankBytes, Sharding
 from mmtrain.schedule.library.catalogue import CATALOGUE, Schedule
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
@@ -38,7 +38,7 @@ from mmtrain.schedule.simulate import simulate
 from mmtrain.schedule.timeline import Timeline
 from mmtrain.simulator.allocation.degrees import meshes, values_of
 from mmtrain.simulator.pipeline_sums import PipelineSums
-from mmtrain.simulator.steps import Step, divided, drawn_steps
+from mmtrain.simulator.steps import StepMicrobatches, divided, drawn_steps
 from mmtrain.simulator.typical_iterations import usual_workload
 
 MOST_CP = 2
@@ -76,13 +76,13 @@ class Setup:
             overrides=(f"training.global_batch_size={self.microbatches}",),
         )
 
-    def steps(self, config: Config) -> Sequence[Step]:
+    def steps(self, config: Config) -> Sequence[StepMicrobatches]:
         """The steps that all candidates read."""
         return _steps(self, usual_workload(config))
 
 
 @lru_cache(maxsize=4)
-def _steps(setup: Setup, workload: str) -> tuple[Step, ...]:
+def _steps(setup: Setup, workload: str) -> tuple[StepMicrobatches, ...]:
     return tuple(drawn_steps(chain_job(setup.question), workload, setup.num_steps, seed=SEED))
 
 
@@ -196,7 +196,7 @@ class _Chain:
             / _GIB,
         )
 
-    def _step_s(self, timelines: Sequence[Timeline], states: Sequence[RankState], sharding: Sharding) -> float:
+    def _step_s(self, timelines: Sequence[Timeline], states: Sequence[RankBytes], sharding: Sharding) -> float:
         """Seconds of a step, as `IterationSimulator.simulate` counts them. Args: timelines: of its replicas."""
         network, delay_s = Machine.of(self.job).network, 0.0
         parts, reduced_s = self.planner.job.partition, list[float]()

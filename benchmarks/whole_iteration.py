@@ -13,7 +13,7 @@ import time
 
 from mmtrain.config import config
 from mmtrain.costs.machine import Machine
-from mmtrain.modality.typical import Bins
+from mmtrain.modality.typical import TypicalSizes
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.plan import check
@@ -30,7 +30,7 @@ def main() -> None:
     for name, cluster in JOBS:
         job = config.load(f"{name}.toml", [f"planner.hardware={cluster}"])
         network = Machine.of(job).network
-        bins = Bins.of(job)
+        bins = TypicalSizes.of(job)
         batches = [draw("mix", bins, seed=0, iteration=i) for i in range(REPETITIONS + 1)]
         for schedule in ("1F1B", "interleave"):
             parallelism = dataclasses.replace(job.parallelism, pipeline_parallel_schedule=schedule)

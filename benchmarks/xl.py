@@ -20,13 +20,13 @@ from mmtrain.config.config import Config
 from mmtrain.costs.operator_costs import OperatorCosts
 from mmtrain.costs.operators.graph import OpKind
 from mmtrain.costs.operators.hardware import load_hardware
-from mmtrain.modality.typical import Bins
+from mmtrain.modality.typical import TypicalSizes
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.run_page.breakdown_chart import drawing
 from mmtrain.schedule.view.draw import painted
-from mmtrain.simulator.breakdown import Part
+from mmtrain.simulator.breakdown import TimePart
 from mmtrain.simulator.job import make_job
-from mmtrain.simulator.study import Answer, Question, simulate_job
+from mmtrain.simulator.study import ScheduleForecast, SimulationQuestion, simulate_job
 from mmtrain.simulator.study_report import breakdown_rows
 from mmtrain.simulator.typical_iterations import usual_workload
 from mmtrain.simulator.workloads import draw
@@ -51,9 +51,9 @@ def job(name: str, words: Sequence[str]) -> Config:
     return config.load(f"{name}.toml", [f"planner.hardware=h100x{MODELS[name]}", *written])
 
 
-def answer(name: str, setup: str, iterations: int, evaluations: int, keys: Sequence[str]) -> Answer:
+def answer(name: str, setup: str, iterations: int, evaluations: int, keys: Sequence[str]) -> ScheduleForecast:
     schedule, words = SETUPS[setup]
-    asked = Question(
+    asked = SimulationQuestion(
         config=job(name, [*words, *keys]),
         schedules=(schedule,),
         evaluations=evaluations,
@@ -67,7 +67,7 @@ def below_peak(name: str, keys: Sequence[str]) -> dict[tuple[str, str], float]:
     """(module, kernels) -> fraction of what the first batch computes above its FLOPs at the peak rate."""
     made = job(name, [*SETUPS["planned"][1], *keys])
     planner = IterationPlanner(make_job(made))
-    batching, _ = planner.problem(draw(usual_workload(made), Bins.of(made), seed=0, iteration=0), searched=True)
+    batching, _ = planner.problem(draw(usual_workload(made), TypicalSizes.of(made), seed=0, iteration=0), searched=True)
     costs, flops = planner.job.costs, planner.job.flops(batching)
     assert isinstance(costs, OperatorCosts)
     products, others = costs.without(set(OpKind) - PRODUCTS), costs.without(PRODUCTS | EXCHANGES)
@@ -101,7 +101,9 @@ def main() -> None:
             start = time.perf_counter()
             found = answer(name, setup, args.iterations, args.evaluations, keys)
             took = time.perf_counter() - start
-            said = found.problem or f"{found.mean('iteration_s'):.2f} s, MFU {found.breakdown[Part.MODEL_FLOPS]:.3f}"
+            said = (
+                found.problem or f"{found.mean('iteration_s'):.2f} s, MFU {found.breakdown[TimePart.MODEL_FLOPS]:.3f}"
+            )
             print(f"{name} {setup}: {said}; simulated in {took:.0f} s", flush=True)
             answers += [] if found.problem else [found]
         for row in breakdown_rows(answers):

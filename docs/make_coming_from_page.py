@@ -1,6 +1,6 @@
 """Writes docs/coming_from.md: python docs/make_coming_from_page.py > docs/coming_from.md"""
 
-from mmtrain.config.foreign_keys import AUTOMODEL, FOREIGN, HUGGING_FACE, LLAMA_FACTORY, SWIFT, TITAN, Ours
+from mmtrain.config.foreign_keys import AUTOMODEL, FOREIGN, HUGGING_FACE, LLAMA_FACTORY, SWIFT, TITAN, OurKeys
 
 _HEAD = """# Coming from another trainer
 
@@ -19,7 +19,7 @@ def table(trainer: str) -> str:
     return "\n".join([f"## {trainer}", "", "| there | here |", "|---|---|", *rows])
 
 
-def _ours(known: Ours) -> str:
+def _ours(known: OurKeys) -> str:
     parts = [*(f"`{key}`" for key in known.keys), *([known.how] if known.how else [])]
     return "; ".join(parts) if known.keys else f"- {known.how}"
 

@@ -61,10 +61,11 @@ Rules between sections:
 - `[model.dit]` goes without `[model.encoder]` and `[model.projector]`; its `text_dim` is the language model's width.
 - `[model.dit]` needs `context_parallel_degree = 1`.
 - `[model.vae]` needs `[model.dit]`, whose `in_channels` are the channels of its latents.
-- `planner.eager_forwards` above 0 needs an encoder, and one of the schedules `1F1B`, `Interleaved1F1B`, `ZB-H1`,
+- `planner.search.eager_forwards` above 0 needs an encoder, and one of the schedules `1F1B`, `Interleaved1F1B`, `ZB-H1`,
   `ZB-H2` and `InterleavedZeroBubble`.
-- `planner.activation_memory_gib` needs the schedule `interleave` or `ZB-AutoSchedule`; so does `planner.memory_limit`,
-  unless `planner.enable` and `planner.memory` are on. Only one of the two limits may be set.
+- `planner.search.activation_memory_gib` needs the schedule `interleave` or `ZB-AutoSchedule`; so does
+  `planner.memory_limit`, unless `planner.enable` and `planner.search.memory` are on. Only one of the two limits may be
+  set.
 """
 
 

@@ -1,4 +1,4 @@
-"""python docs/make_errors_page.py > docs/errors.md
+"""python docs/make_errors_page.py > docs/errors.md (`make docs` runs it; the page is not committed)
 
 Prints the page of all errors that mmtrain raises on purpose, read from its source: the fixed words of each message, by
 the part of the program that it comes from. `GROUPS` says what each part's errors are about, `NOTES` what to do about
@@ -90,7 +90,7 @@ GROUPS = (
         "Models and weights",
         ("models/", "families/", "spec/"),
         "From `[model.*]`: inline configs, `config.json` files, stored weights, frozen parts and adapters; see "
-        "[models](models.md) and [swapping models](swapping_models.md).",
+        "[models](models.md) and [swapping models](fine_tuning.md#swapping-parts).",
         errors=("ConfigError",),
     ),
     Group(
@@ -108,7 +108,7 @@ GROUPS = (
             "parallel/activation_memory.py",
         ),
         "Degrees that do not fit the model, layouts by hand, recomputation; see [choosing "
-        "parallelism](choosing_parallelism.md), [how modules are cut](partition.md) and "
+        "parallelism](tuning.md), [how modules are cut](partition.md) and "
         "[parallelism](parallelism.md).",
     ),
     Group(
@@ -170,7 +170,7 @@ GROUPS = (
             "parallel/",
         ),
         "A plan is checked when it is made, when it is lowered and while it runs. You meet these messages with a "
-        "plan or schedule of your own ([writing a schedule](writing_a_schedule.md)): it is wrong at the rank, step "
+        "plan or schedule of your own ([writing one](schedule.md#writing-a-schedule)): it is wrong at the rank, step "
         "or action that is named, and `mmtrain schedule show` draws it. With a built-in schedule they are bugs: "
         "report the config, and the batch's problem (`mmtrain schedule show --config FILE --batch K --format "
         "problem --out problem.json`).",
@@ -204,14 +204,14 @@ GROUPS = (
             "costs/operators/",
             "simulator/workloads.py",
             "simulator/whole_iteration.py",
-            "commands/profiler.py",
+            "local/profiler.py",
             "simulator/study.py",
             "run_page/line_chart.py",
             "run_page/breakdown_chart.py",
         ),
-        "A profile that is damaged is best measured anew with `mmtrain profile` ([calibration](calibration.md)). A "
-        "hardware file of your own is wrong at the key that is named ([hardware and "
-        "clusters](simulator.md#hardware-and-clusters)). Messages about operators and subgraphs are for those who "
+        "A profile that is damaged is best measured anew with `mmtrain profile` ([costs](costs.md#measured-costs)). A "
+        "hardware file of your own is wrong at the key that is named ([describing your "
+        "cluster](costs.md#describing-your-cluster)). Messages about operators and subgraphs are for those who "
         "call the simulator from Python.",
         advises=True,
     ),

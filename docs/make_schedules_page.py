@@ -43,7 +43,7 @@ for one such chain. For two modules in a row ranks do what can start, by the rul
 more than the schedule's number of microbatches of mean size (at least the largest one).
 
 **Memory limits** are kept by `interleave` and `ZB-AutoSchedule`. The others limit the microbatches in flight by their
-own rule; with `planner.activation_memory_gib` they are refused.
+own rule; with `planner.search.activation_memory_gib` they are refused.
 
 **Simulated only.** Chimera (arXiv:2107.06925), BitPipe (arXiv:2410.19367) and DualPipe send microbatches through a
 module in both directions at once, with two copies of each stage's weights on two ranks. Here a stage is on one rank:
@@ -56,7 +56,7 @@ published `(P-1)(F&B+B-3W)` of a chunk.
 **Blocks.** `STP` and `STP-lean` run forwards and backwards as [braided blocks](runtime.md#blocks), so that exchanges of
 tensor parallelism lie under compute; so does `DualPipeV` where costs say that exchanges can be hidden.
 `mmtrain schedule show STP --exchange AR` shows what blocks hide, and how long each rank waits for exchanges.
-`planner.braid`, or `--braid` on a chain, makes blocks in the orders of every schedule where that shortens them
+`planner.search.braid`, or `--braid` on a chain, makes blocks in the orders of every schedule where that shortens them
 ([planner](planner.md#blocks)).
 
 ## Bubble and memory on a plain chain

@@ -1,7 +1,8 @@
 """python tests/counts.py [--list]
 
 How large the package is, as a reader meets it: lines, files and functions that are long, import cycles, the largest
-room, and files outside of a model family's folder that name it. `--list` also prints each of them.
+room, files outside of a model family's folder that name it, keys of [planner], and words of README, changelog and docs.
+`--list` also prints each of them.
 """
 
 import argparse
@@ -9,10 +10,13 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent / "mmtrain"
 LONG_FUNCTION, LONG_FILE = 60, 400
+MADE = ("coming_from.md", "config.md", "errors.md", "schedules.md")
+"""Pages under docs/ that are made from code."""
 FAMILIES = r"qwen2_vl|qwen3_vl|qwen2_5_vl|qwen2_audio|qwen2vl|qwen3vl|whisper|llava|siglip"
 
 
@@ -87,6 +91,27 @@ def families(texts: dict[str, str]) -> dict[str, list[str]]:
     return found
 
 
+def words() -> dict[str, int]:
+    """Page at the top, or kind of page under docs/ -> its number of words, those of code and tables included."""
+    top = ROOT.parent
+    found = {name: _words(top / name) for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")}
+    pages = {path.name: _words(path) for path in sorted((top / "docs").glob("*.md"))}
+    found["docs, made from code"] = sum(pages.get(name, 0) for name in MADE)
+    found["docs, written"] = sum(count for name, count in pages.items() if name not in MADE)
+    return found
+
+
+def _words(page: Path) -> int:
+    return sum(any(map(str.isalnum, word)) for word in page.read_text().split())
+
+
+def planner_keys() -> list[str]:
+    """Keys of [planner]."""
+    from mmtrain.config.planner import PlannerConfig
+
+    return [field.name for field in fields(PlannerConfig)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[1], allow_abbrev=False)
     parser.add_argument("--list", action="store_true", help="also print what was counted")
@@ -107,6 +132,10 @@ def main() -> None:
         print(f"{name}: {len(found)}", *(found if every else []), sep="\n  " if every else "")
     for name, users in sorted(families(texts).items()):
         print(f"files that name {name}: {len(users)}", *(users if every else []), sep="\n  " if every else "")
+    keys = planner_keys()
+    print(f"keys of [planner]: {len(keys)}", *(keys if every else []), sep="\n  " if every else "")
+    for name, count in words().items():
+        print(f"words of {name}: {count:,}")
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def _patch(armed: _Armed) -> None:
     from mmtrain.checkpoint import checkpoint, move
     from mmtrain.checkpoint.checkpoint import Checkpointer
     from mmtrain.launch.member import Member
-    from mmtrain.observe.metrics import Reduction
+    from mmtrain.observe.metrics import MetricReduction
     from mmtrain.parallel import leave
     from mmtrain.parallel.generation import Generation
     from mmtrain.parallel.runtime import PipelineScheduleRuntime
@@ -99,7 +99,12 @@ def _patch(armed: _Armed) -> None:
     from mmtrain.training.trainer import Trainer
 
     come = Generation._come
-    backward, total, compute, moved = Trainer.backward, Reduction.total, PipelineScheduleRuntime._compute, move.move
+    backward, total, compute, moved = (
+        Trainer.backward,
+        MetricReduction.total,
+        PipelineScheduleRuntime._compute,
+        move.move,
+    )
 
     def counted(self: Trainer, step: int, *args: Any) -> Any:
         armed.begin(step)
@@ -109,7 +114,7 @@ def _patch(armed: _Armed) -> None:
         armed.act()
         compute(self, bound)
 
-    def reducing(self: Reduction) -> Any:
+    def reducing(self: MetricReduction) -> Any:
         if "squares" not in self._others:
             return total(self)
         armed.reach("reduction")
@@ -132,7 +137,7 @@ def _patch(armed: _Armed) -> None:
         armed.reach("placed")
         return found
 
-    Trainer.backward, Reduction.total, PipelineScheduleRuntime._compute = counted, reducing, acting
+    Trainer.backward, MetricReduction.total, PipelineScheduleRuntime._compute = counted, reducing, acting
     Generation._come = coming  # type: ignore[method-assign]
     for module in [module for name, module in sys.modules.items() if name.startswith("mmtrain.training")]:
         if getattr(module, "move", None) is moved:
@@ -142,7 +147,7 @@ def _patch(armed: _Armed) -> None:
         ("forming", Generation, "_form"),
         ("agreement", RankState, "told"),
         ("build", Trainer, "build"),
-        ("taken up", Trainer, "take_up"),
+        ("taken up", Trainer, "resume_state"),
         ("saving", Trainer, "end_step"),
         ("writing", Checkpointer, "_publish"),
         ("validating", Trainer, "validate"),

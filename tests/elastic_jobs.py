@@ -105,7 +105,7 @@ def run_elastic(
     fn: Callable[..., Any] = train_node,
 ) -> Run:
     """A job on nodes of this machine. Args: act: runs in a thread beside it, with the launcher."""
-    from mmtrain.commands import local_nodes
+    from mmtrain.local import nodes as local_nodes
 
     job = local_nodes.NodeJob(
         fn=fn,

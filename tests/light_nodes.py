@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mmtrain.commands.local_nodes import LocalNodes, NodeJob
 from mmtrain.errors import ConfigError
 from mmtrain.launch.member import Member
 from mmtrain.launch.membership import Membership
+from mmtrain.local.nodes import LocalNodes, NodeJob
 
 SILENT_S = 1.0
 

@@ -98,9 +98,9 @@ def run_alone(fn: Callable[..., Any], *args: Any, timeout: float = 600) -> Any:
 def warm_ranks() -> Iterator[None]:
     """Inside, the ranks that a command of mmtrain starts are forked where torch is imported: 5 s less for each.
 
-    How they start for a user is held by `tests/commands/test_local_ranks.py` and `tests/test_launch.py`.
+    How they start for a user is held by `tests/local/test_ranks.py` and `tests/test_launch.py`.
     """
-    from mmtrain.commands import local_ranks
+    from mmtrain.local import ranks as local_ranks
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local_ranks.multiprocessing, "get_context", lambda method: SimpleNamespace(Process=_start_warm))

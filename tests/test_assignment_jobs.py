@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from mmtrain.commands.parity import check_parity
 from mmtrain.config import config
 from mmtrain.config.data import TokenizerConfig
 from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.data.toy.charts import make_charts
 from mmtrain.errors import DataError
+from mmtrain.local.parity import check_parity
 from tests.jobs import SHALLOW, die_at, failing, finished, layout, metrics, train, world_size, write_config
 from tests.ranks import run_ranks
 from tests.test_trainer import CURVE_TOLERANCE
@@ -91,7 +91,7 @@ def test_replicas_that_assign_otherwise_are_named(tmp_path, charts):
 def test_a_pair_over_the_memory_limit_is_not_deferred_and_the_job_goes_on(tmp_path, charts):
     """In the last step a microbatch with deferred images takes 3.16 MiB, and none takes more than 3.07 without."""
     limited, free = (write_config(tmp_path / name, charts) for name in ("limited", "free"))
-    run_ranks(train, 2, limited, [*layout(pp=2), *SET, *DEFERRED, f"planner.activation_memory_gib={3.1 / 1024}"])
+    run_ranks(train, 2, limited, [*layout(pp=2), *SET, *DEFERRED, f"planner.search.activation_memory_gib={3.1 / 1024}"])
     run_ranks(train, 2, free, [*layout(pp=2), *SET, *DEFERRED])
     assert_close(curves(limited.parent), curves(free.parent))
     assert list(metrics(limited.parent, "not_deferred").values()) == [0, 0, 0, 0, 0, 1]
@@ -110,7 +110,7 @@ def test_metrics_show_what_was_assigned(tmp_path, charts):
 
 def drawn(rank, path, overrides, steps):
     """The batches of a job of one rank, and their metadata."""
-    from mmtrain.commands.driven_steps import gradients
+    from mmtrain.local.driven_steps import gradients
     from mmtrain.training.trainer import Trainer
 
     items = gradients(Trainer(config.load(path, overrides)), torch.device("cpu"), steps)

@@ -11,7 +11,7 @@ from mmtrain.run_page.measured import breakdown
 from mmtrain.run_page.page import write_page
 from mmtrain.run_page.runs import read_run
 from mmtrain.schedule.view.drawing import COLOURS
-from mmtrain.simulator.breakdown import Part
+from mmtrain.simulator.breakdown import TimePart
 from tests.browser import BROWSER, DRIVER, MISSING, Browser, browser
 from tests.jobs import layout, metrics, train, write_config
 from tests.ranks import run_ranks
@@ -19,7 +19,7 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.ranks
 
 EXTRA = [
-    *layout(pp=2), "planner.enable=true", "planner.budget_evaluations=50", "planner.threads=1",
+    *layout(pp=2), "planner.enable=true", "planner.search.budget_evaluations=50", "planner.search.threads=1",
     "metrics.timeline_freq=2", "metrics.trace_freq=3", "metrics.enable_tensorboard=true",
     "validation.enable=true", "validation.steps=1", "validation.freq=3", "checkpoint.enable=true",
     "checkpoint.interval=3",
@@ -61,9 +61,9 @@ def test_the_time_of_every_step_is_divided(run: Path) -> None:
     for line in read_run(run).steps:
         found = breakdown(line)
         assert found is not None
-        assert found[Part.MODEL_FLOPS] == pytest.approx(line["mfu"])
-        assert found[Part.BUBBLE] < line["bubble"]
-        assert found[Part.BUBBLE] + found[Part.TRANSFERS] < line["makespan_s"] / line["step_time_s"]
+        assert found[TimePart.MODEL_FLOPS] == pytest.approx(line["mfu"])
+        assert found[TimePart.BUBBLE] < line["bubble"]
+        assert found[TimePart.BUBBLE] + found[TimePart.TRANSFERS] < line["makespan_s"] / line["step_time_s"]
         assert 0 < found.by_label["gather, reduce + optimizer"] < 1
 
 

@@ -14,7 +14,12 @@ pytestmark = pytest.mark.ranks
 IN_AN_ACTION = [Fault(slot=1, step=3, place="action", action=5)]
 TWO_NODES = [(0, [1, 1]), (2, [1])]
 ADAPTERS = ['model.language.trainable="lora"', "model.encoder.trainable=false"]
-PLANNED = ["planner.enable=true", "planner.budget_evaluations=50", "planner.threads=1", "planner.patience_s=50.0"]
+PLANNED = [
+    "planner.enable=true",
+    "planner.search.budget_evaluations=50",
+    "planner.search.threads=1",
+    "planner.search.patience_s=50.0",
+]
 ASSIGNED = ["training.seq_len=384", "assignment.samples_per_step=20", "lr_scheduler.decay_ratio=0"]
 ASSIGNED += ["assignment.policy=balanced", "assignment.evaluations=2"]
 BACKGROUND = ["checkpoint.async_mode=async", "checkpoint.interval=1", "data.num_workers=1"]

@@ -33,7 +33,7 @@ from tests.guides import (
 )
 from tests.lighthouse import need_torchft
 
-GUIDES = ("quickstart.md", "swapping_models.md", "bringing_data.md", "choosing_parallelism.md", "recipes.md")
+GUIDES = ("quickstart.md", "fine_tuning.md", "bringing_data.md", "tuning.md", "recipes.md")
 NOT_RUN = ("make", "pip", "tensorboard")
 
 
@@ -59,7 +59,7 @@ def test_files_and_commands_are_found() -> None:
     assert all(any(isinstance(step, Command) for step in steps(page)) for page in GUIDES)
 
 
-@pytest.mark.parametrize("page", ["bringing_data.md", "swapping_models.md"])
+@pytest.mark.parametrize("page", ["bringing_data.md", "fine_tuning.md"])
 def test_settings_that_a_guide_advises_fit_its_own_job(page: str, checkout: Path) -> None:
     for step in steps(page):
         if isinstance(step, File) and step.name.endswith(".toml"):
@@ -139,7 +139,7 @@ def _is_read(words: list[str], later: list[str]) -> bool:
 
 @pytest.mark.ranks
 def test_the_worked_schedule_is_added_shown_tested_and_run(tmp_path: Path, charts: Path) -> None:
-    page = "writing_a_schedule.md"
+    page = "schedule.md"
     for name in ("mmtrain", "tests", "configs"):
         shutil.copytree(ROOT / name, tmp_path / name)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)

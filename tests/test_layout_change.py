@@ -119,7 +119,7 @@ def test_a_running_job_changes_its_layout_as_a_resumed_one_would(tmp_path: Path,
 
 ROWS = "parallelism.tensor_parallel_rows"
 DATA_ENCODER = "parallelism.encoder_tensor_parallel=data"
-PLANNED = ["planner.enable=true", "planner.budget_evaluations=50", "planner.threads=1"]
+PLANNED = ["planner.enable=true", "planner.search.budget_evaluations=50", "planner.search.threads=1"]
 
 
 @pytest.mark.nightly

@@ -11,7 +11,12 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
-LEARNING = ["planner.enable=true", "planner.budget_evaluations=50", "planner.threads=1", "planner.learn_costs=true"]
+LEARNING = [
+    "planner.enable=true",
+    "planner.search.budget_evaluations=50",
+    "planner.search.threads=1",
+    "planner.learn_costs=true",
+]
 
 
 def test_plans_change_and_losses_do_not(tmp_path, charts):

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from mmtrain.commands.export import export
 from mmtrain.config import config
 from mmtrain.config.optimizer import OptimizerConfig
 from mmtrain.errors import ConfigError
+from mmtrain.export.folder import export
 from mmtrain.parallel.optim import build_optimizers
 from mmtrain.planner.memory.rank_state import Sharding
 from mmtrain.simulator.partition_choice import partition_of

@@ -19,7 +19,7 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.ranks
 
 GIB = 2**30
-ON = ["planner.enable=true", "planner.budget_evaluations=50", "planner.threads=1"]
+ON = ["planner.enable=true", "planner.search.budget_evaluations=50", "planner.search.threads=1"]
 
 
 def train(rank, path, overrides):
@@ -206,7 +206,7 @@ def test_a_rank_without_memory_says_what_to_change_and_leaves_its_plan(tmp_path,
     if planner:
         assert "GiB of planner.memory_limit = 6.00 GiB; used until then: " in text
         assert "First lower planner.memory_limit below" in text
-        assert "or add offload to planner.memory_strategies" in text
+        assert "or add offload to planner.search.memory_strategies" in text
     else:
         assert 'First set planner.memory_limit, such as "90%"' in text
     assert "lower training.seq_len or model.encoder.sub_microbatch_size" in text

@@ -17,7 +17,7 @@ from tests.test_trainer import CURVE_TOLERANCE
 pytestmark = pytest.mark.ranks
 
 SAVING = ["checkpoint.enable=true", "checkpoint.interval=2", *CONSTANT]
-PLANNED = ["planner.enable=true", "planner.budget_evaluations=30"]
+PLANNED = ["planner.enable=true", "planner.search.budget_evaluations=30"]
 LIMITED = [*PLANNED, "planner.memory_limit=8GiB"]
 
 

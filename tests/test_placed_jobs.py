@@ -15,7 +15,7 @@ PLACED = [
     *layout(pp=3),
     "planner.placement=parallel",
     "parallelism.pipeline_parallel_schedule=ZB-H1",
-    "planner.eager_forwards=1",
+    "planner.search.eager_forwards=1",
 ]
 
 

@@ -18,7 +18,7 @@ from tests.test_trainer import CURVE_TOLERANCE, terminated
 
 pytestmark = pytest.mark.ranks
 
-ON = ["planner.enable=true", "planner.budget_evaluations=50", "planner.threads=1"]
+ON = ["planner.enable=true", "planner.search.budget_evaluations=50", "planner.search.threads=1"]
 SEED = 3
 """Of the jobs of `tests.jobs`."""
 
@@ -48,10 +48,10 @@ NIGHTLY = pytest.mark.nightly
 @pytest.mark.parametrize(
     ("degrees", "options", "find"),
     [
-        pytest.param(layout(pp=2), ["planner.sub_microbatch=false"], None, id="searched"),
+        pytest.param(layout(pp=2), ["planner.search.sub_microbatch=false"], None, id="searched"),
         pytest.param(layout(pp=2), [], random_search, id="drawn", marks=NIGHTLY),
         pytest.param(layout(pp=2, shard=2), [], random_search, id="replicas"),
-        pytest.param(layout(cp=2), ["planner.distributed=true"], random_search, id="submesh"),
+        pytest.param(layout(cp=2), ["planner.search.distributed=true"], random_search, id="submesh"),
         pytest.param(layout(), [], random_search, id="one process", marks=NIGHTLY),
         pytest.param(layout(pp=2), V, random_search, id="v"),
     ],
@@ -72,7 +72,11 @@ def test_a_job_outlives_its_planner(tmp_path, charts):
     path = write_config(tmp_path, charts)
     faults = {2: "crash", 3: "deadlock", 4: "missing", 5: "foreign", 7: "late", 8: "slow"}
     warned, others = run_ranks(
-        train, 2, path, [*extra, *ON, "planner.patience_s=2", "metrics.enable_tensorboard=true"], Faulty(SEED, faults)
+        train,
+        2,
+        path,
+        [*extra, *ON, "planner.search.patience_s=2", "metrics.enable_tensorboard=true"],
+        Faulty(SEED, faults),
     )
     losses, reference = metrics(path.parent), metrics(finished(charts, 2, extra))
     assert max(abs(losses[s] - reference[s]) / reference[s] for s in range(1, 10)) < CURVE_TOLERANCE
@@ -188,7 +192,7 @@ def with_little_memory(rank, path, overrides):
 
     trainer = Trainer(config.load(path, overrides))
     if rank == 1:
-        section = dataclasses.replace(trainer.job.section, activation_memory_gib=1e-9)
+        section = trainer.job.section.with_search(activation_memory_gib=1e-9)
         trainer.jobs = tuple(dataclasses.replace(job, section=section) for job in trainer.jobs)
     with pytest.raises(PlanError) as caught:
         trainer.run()
@@ -206,7 +210,7 @@ def test_a_batch_that_fits_nowhere_ends_all_replicas(tmp_path, charts, planner):
 def planned_gradients(rank, path, overrides):
     import torch
 
-    from mmtrain.commands.driven_steps import gradients
+    from mmtrain.local.driven_steps import gradients
     from mmtrain.training.trainer import Trainer
 
     steps = gradients(Trainer(config.load(path, overrides)), torch.device("cpu"), 2)
@@ -247,6 +251,8 @@ def test_a_thousand_steps_without_a_stall(tmp_path, charts):
 
 def test_patience_is_shorter_than_the_timeout_of_the_job(tmp_path, charts):
     path = write_config(tmp_path / "a", charts)
-    with pytest.raises(ConfigError, match=r"planner\.patience_s = 300\.0 is not below comm\.timeout_seconds = 300"):
-        config.load(path, [*ON, "planner.patience_s=300"])
-    assert config.load(path, ["planner.patience_s=300"]).planner.patience_s == 300
+    with pytest.raises(
+        ConfigError, match=r"planner\.search\.patience_s = 300\.0 is not below comm\.timeout_seconds = 300"
+    ):
+        config.load(path, [*ON, "planner.search.patience_s=300"])
+    assert config.load(path, ["planner.search.patience_s=300"]).planner.search.patience_s == 300

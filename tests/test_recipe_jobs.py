@@ -66,7 +66,7 @@ def test_what_a_job_refuses_of_a_recipe(tmp_path):
     assert "names ranks (Placement.ranks), but a job has each" in refused(
         "Recipe(placement=Placement(ranks=[0]))", free
     )
-    assert "is honoured by parallelism" in refused("Recipe()", free, "planner.activation_memory_gib=10")
+    assert "is honoured by parallelism" in refused("Recipe()", free, "planner.search.activation_memory_gib=10")
     assert "is kept by parallelism" in refused("Recipe()")
     assert "recipe.py:4: NameError" in refused("Recip()", free)
 
@@ -164,7 +164,12 @@ def watched(rank, path, keys):
 def test_instructions_see_activations_and_change_nothing(tmp_path, charts):
     recipe = tmp_path / "watching.py"
     recipe.write_text(WATCHING.replace("{folder}", str(tmp_path)))
-    planned = ["planner.enable=true", "planner.budget_evaluations=50", "planner.threads=1", "planner.patience_s=50.0"]
+    planned = [
+        "planner.enable=true",
+        "planner.search.budget_evaluations=50",
+        "planner.search.threads=1",
+        "planner.search.patience_s=50.0",
+    ]
     keys = [*layout(pp=2), *SHALLOW, "training.steps=2", *VALIDATED, *planned]
     found = {}
     for name in ("", ":unwatched"):

@@ -166,11 +166,11 @@ CALLS = {
     r"\.from_pretrained\(": "data/processor_check.py data/tokenizer.py",
     r"\bsafe_open\(|\bload_file\(": "models/pretrained.py",
     r"\bload_dataset(_builder)?\(": "data/sources.py",
-    r"\btorch\.load\(": "checkpoint/files.py commands/parity.py",
-    r"pickle\.(loads?|Unpickler)\b": "checkpoint/stored_metadata.py commands/local_ranks.py parallel/mesh.py",
+    r"\btorch\.load\(": "checkpoint/files.py local/parity.py",
+    r"pickle\.(loads?|Unpickler)\b": "checkpoint/stored_metadata.py local/ranks.py parallel/mesh.py",
     r"hf_hub_download\(|snapshot_download\(": "config/whole_model.py spec/hub_files.py",
 }
-"""What opens files of somebody -> the files of ours that call it, where the guards are. The pickles of `commands`
+"""What opens files of somebody -> the files of ours that call it, where the guards are. The pickles of `local`
 are of a temporary folder of our own, those of `parallel` come from ranks of the job."""
 
 

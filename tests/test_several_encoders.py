@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from mmtrain.commands.answering import Answerer, Sampling
 from mmtrain.commands.cli import main
 from mmtrain.config import config
 from mmtrain.data.questions import Decoding
+from mmtrain.inference.answering import Answerer, Sampling
 from mmtrain.run_page.charts import charts
 from mmtrain.run_page.runs import read_run
 from tests.jobs import layout, metrics, train

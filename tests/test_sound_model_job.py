@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from mmtrain.commands.cli import main
-from mmtrain.commands.export import export
+from mmtrain.export.folder import export
 from mmtrain.models.spectrogram import spectrogram_of
 from tests.data.sound_files import wav
 from tests.jobs import layout, metrics, train

@@ -58,7 +58,7 @@ def write_job(folder, data):
 
 
 def test_all_layouts_have_one_loss_curve(tmp_path, data):
-    planning = ["planner.enable=true", "planner.budget_evaluations=50", "planner.flops_per_s=1e10"]
+    planning = ["planner.enable=true", "planner.search.budget_evaluations=50", "planner.device.flops_per_s=1e10"]
     for name, world, extra in (
         ("one", 1, layout()),
         ("planned", 2, [*layout(pp=2), *planning]),

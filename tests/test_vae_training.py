@@ -19,7 +19,7 @@ def test_jobs_train_on_latents_and_their_clips_are_decoded(tmp_path, shapes, cap
     more = ["validation.enable=true", "validation.freq=3", "validation.steps=1", "checkpoint.enable=true"]
     for name, world, extra in (
         ("one", 1, layout()),
-        ("pp2", 2, [*layout(pp=2), "planner.enable=true", "planner.budget_evaluations=50"]),
+        ("pp2", 2, [*layout(pp=2), "planner.enable=true", "planner.search.budget_evaluations=50"]),
     ):
         paths[name] = write_vae_config(tmp_path / name, shapes)
         run_ranks(train, world, paths[name], [*extra, *STEPS, *more])
@@ -52,4 +52,4 @@ def test_check_parity_makes_the_vae_small(tmp_path, capsys):
     keys = [*layout(pp=2), "parallelism.pipeline_parallel_schedule=ZB-H1"]
     with warm_ranks():
         assert main(["check-parity", "--config", str(path), "--synthetic", *(f"--{key}" for key in keys)]) == 0
-    assert re.search(r"made small: .*vae autoencoder_kl, .* parameters in 1 layers", capsys.readouterr().out)
+    assert re.search(r"scaled down: .*vae autoencoder_kl, .* parameters in 1 layers", capsys.readouterr().out)

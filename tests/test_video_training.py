@@ -23,7 +23,7 @@ def job(tmp_path, shapes):
 def test_all_layouts_have_one_loss_curve_and_count_every_token_once(tmp_path, shapes):
     validating = ["validation.enable=true", "validation.freq=6", "validation.steps=2"]
     validating += ["validation.shuffled_captions=true"]
-    planning = ["planner.enable=true", "planner.budget_evaluations=50", "planner.flops_per_s=1e10"]
+    planning = ["planner.enable=true", "planner.search.budget_evaluations=50", "planner.device.flops_per_s=1e10"]
     paths = {}
     for name, world, extra in (
         ("one", 1, layout()),

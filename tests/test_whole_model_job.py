@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from mmtrain.checkpoint.run_folder import load_module, open_run
-from mmtrain.commands.answering import Answerer, Sampling, asked
 from mmtrain.commands.cli import main
-from mmtrain.commands.driven_steps import gradients
-from mmtrain.commands.export import export
 from mmtrain.config import config
 from mmtrain.config.data import TokenizerConfig
 from mmtrain.data.tokenizer import load_tokenizer
+from mmtrain.export.folder import export
+from mmtrain.inference.answering import Answerer, Sampling, asked
+from mmtrain.local.driven_steps import gradients
 from mmtrain.models.reference import ReferenceModel
 from mmtrain.spec.builders import model_spec
 from mmtrain.training.trainer import Trainer

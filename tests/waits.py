@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from mmtrain.models import transfer
 from mmtrain.parallel import feed_ahead
-from mmtrain.parallel.offload import Copy
+from mmtrain.parallel.offload import TensorCopy
 
 META = torch.device("meta")
 _ATEN = torch.ops.aten
@@ -81,7 +81,7 @@ class MetaCopies:
     def buffer(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def start(self, copies: Sequence[Copy]) -> object:
+    def start(self, copies: Sequence[TensorCopy]) -> object:
         for to, source in copies:
             to.copy_(source, non_blocking=True)
         return object()

@@ -203,7 +203,7 @@ class Checkpointer:
     def _load_newest(
         self, candidates: list[int], damaged: dict[int, CheckpointError], named: NamedTensors
     ) -> TrainState | None:
-        """That of the newest checkpoint that is whole. Args: damaged: gets the others."""
+        """The train state of the newest checkpoint that is whole. Args: damaged: gets the others."""
         wanted = self._section.load_step
         for step in reversed(candidates):
             try:

@@ -1,5 +1,5 @@
-"""Who sends what to whom, when the state of a job moves to another layout: a pure function of what each rank holds and
-wants.
+"""The plan of what each rank sends to which others when the state of a job moves to another layout: a pure function of
+what each rank holds and wants.
 
 What a rank holds itself is not copied. Each missing piece has one sender that holds it, and pieces are cut and dealt
 so that the busiest sender's bytes are the least possible.
@@ -21,30 +21,30 @@ ITEM_BYTES = {
     **dict.fromkeys(("float16", "bfloat16", "int16"), 2),
     **dict.fromkeys(("int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2"), 1),
 }
-"""dtype -> bytes of an element."""
+"""The bytes of an element of each dtype."""
 
 
 class Shard(NamedTuple):
     """A box of a tensor of the whole model."""
 
     name: str
-    """Under which a checkpoint stores it."""
+    """The name under which a checkpoint stores the tensor."""
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
     dtype: str
 
     @property
     def elements(self) -> int:
-        """Their number."""
+        """The number of elements."""
         return math.prod(self.lengths)
 
     @property
     def num_bytes(self) -> int:
-        """Of all elements."""
+        """The bytes of all elements."""
         return self.elements * ITEM_BYTES[self.dtype]
 
 
-class Copy(NamedTuple):
+class BoxCopy(NamedTuple):
     """A box that one rank sends to another one."""
 
     sender: int
@@ -56,7 +56,7 @@ Shards = Sequence[Collection[Shard]]
 """[rank] -> its shards."""
 
 
-def copy_plan(held: Shards, wanted: Shards) -> tuple[Copy, ...]:
+def copy_plan(held: Shards, wanted: Shards) -> tuple[BoxCopy, ...]:
     """The copies after which each rank has what it wants, in a fixed order; equal arguments give an equal plan.
 
     The busiest sender's bytes are the least possible, but for one element for each set of ranks that hold the same.
@@ -73,19 +73,14 @@ def copy_plan(held: Shards, wanted: Shards) -> tuple[Copy, ...]:
     return tuple(sorted(copies))
 
 
-def without_holder(held: Shards, wanted: Shards) -> tuple[str, ...]:
-    """Names of the tensors of which no rank holds some wanted piece: they are lost, or were never there."""
-    return tuple(_missing(held, wanted)[1])
+MissingBox = tuple[int, Shard]
+"""A receiver and a box that it lacks."""
 
 
-Piece = tuple[int, Shard]
-"""(receiver, box that it lacks)."""
-
-
-def _missing(held: Shards, wanted: Shards) -> tuple[dict[Holders, list[Piece]], list[str]]:
+def _missing(held: Shards, wanted: Shards) -> tuple[dict[Holders, list[MissingBox]], list[str]]:
     """Holders -> the pieces that only they hold, for ranks that lack them; and the names of those without a holder."""
     grids = _grids(held)
-    pieces: dict[Holders, list[Piece]] = {}
+    pieces: dict[Holders, list[MissingBox]] = {}
     lacking: set[str] = set()
     known: dict[Shard, list[tuple[Shard, Holders]]] = {}  # replicas want the same
     for receiver, shards in enumerate(wanted):
@@ -102,7 +97,7 @@ def _missing(held: Shards, wanted: Shards) -> tuple[dict[Holders, list[Piece]], 
 
 
 def _disjoint(shards: Collection[Shard]) -> list[Shard]:
-    """The same elements, each once: copies of a tied matrix on one rank may be divided in different ways."""
+    """Boxes of the same elements, each once: copies of a tied matrix on one rank may be divided in different ways."""
     found: dict[tuple[str, str], list[Shard]] = {}
     for shard in dict.fromkeys(shards):
         boxes = found.setdefault((shard.name, shard.dtype), [])
@@ -165,7 +160,7 @@ class _Grid:
 
 
 def _grids(held: Shards) -> dict[tuple[str, str], _Grid]:
-    """(name, dtype) -> the held boxes."""
+    """The held boxes of each (name, dtype)."""
     boxes: dict[tuple[str, str], dict[Shard, list[int]]] = {}
     for rank, shards in enumerate(held):
         for shard in dict.fromkeys(shards):
@@ -174,7 +169,7 @@ def _grids(held: Shards) -> dict[tuple[str, str], _Grid]:
     return {key: _Grid(found) for key, found in boxes.items()}
 
 
-def _dealt(pieces: Sequence[Piece], loads: Mapping[int, int], unit: int) -> Iterator[Copy]:
+def _dealt(pieces: Sequence[MissingBox], loads: Mapping[int, int], unit: int) -> Iterator[BoxCopy]:
     """The pieces of one set of holders, cut where a sender has sent its load.
 
     Args: loads: sender -> units. unit: bytes.
@@ -195,7 +190,7 @@ def _dealt(pieces: Sequence[Piece], loads: Mapping[int, int], unit: int) -> Iter
                 waiting.extendleft((receiver, part) for part in (*reversed(rest), *reversed(first)))
                 continue
             room -= shard.num_bytes
-            yield Copy(sender, receiver, shard)
+            yield BoxCopy(sender, receiver, shard)
 
 
 def cut(shard: Shard, elements: int) -> tuple[list[Shard], list[Shard]]:

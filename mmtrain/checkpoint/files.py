@@ -60,7 +60,7 @@ class FileRecord:
 
     @classmethod
     def of(cls, path: Path) -> "FileRecord":
-        """Of a file, which is read a block at a time. Raises: OSError."""
+        """The record of a file, which is read a block at a time. Raises: OSError."""
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256")
             return cls(file.tell(), digest.hexdigest())
@@ -74,7 +74,7 @@ class RecordingWriter(dcp.FileSystemWriter):
         self.files: dict[str, FileRecord] = {}
 
     def write_data(self, plan: Any, planner: Any) -> Any:
-        """As torch's. Raises: OSError: what torch hides behind an error of its own."""
+        """Writes as torch's writer does. Raises: OSError: what torch hides behind an error of its own."""
         try:
             results = super().write_data(plan, planner)
         except Exception as error:
@@ -108,7 +108,7 @@ class StoredCheckpoint:
 
     folder: Path
     manifest: dict[str, FileRecord] | None
-    """By file; None: absent, or not to be used."""
+    """The record of each file; None: absent, or not to be used."""
     warning: str = ""
     """A warning for the user if it is loaded."""
     state: dict[str, Any] = field(init=False)

@@ -8,7 +8,7 @@ Holders = tuple[int, ...]
 
 
 def least_load(groups: Mapping[Holders, int]) -> dict[Holders, dict[int, int]]:
-    """holders -> sender -> how many units of that group it carries. The sum of the busiest sender is least.
+    """How many units of each group each of its holders sends, such that the busiest sender has the fewest.
 
     Args: groups: holders -> units, each of which any one of them can carry.
     """
@@ -25,7 +25,7 @@ class _Deal:
         self._groups = groups
         self.flow = {group: dict.fromkeys(group, 0) for group in groups}
         self._of: dict[int, list[Holders]] = {}
-        """sender -> the groups that it holds."""
+        """The groups that each sender holds."""
         for group in sorted(groups):
             for sender in group:
                 self._of.setdefault(sender, []).append(group)
@@ -54,7 +54,7 @@ class _Deal:
         """[(group, sender that takes some of it)], each sender of which gives up some of the next group, to one that
         is below the limit; or none, and how many senders were reached."""
         came_by: dict[int, tuple[Holders, int | None]] = {}
-        """sender -> (group that it would take, sender that would give it up)."""
+        """The group that a sender would take, and the sender that would give it up, by sender."""
         queue: list[tuple[Holders, int | None]] = [(group, None)]
         seen = {group}
         for current, giver in queue:

@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from mmtrain.checkpoint.copy_plan import ITEM_BYTES, Copy, Shard, cut
+from mmtrain.checkpoint.copy_plan import ITEM_BYTES, BoxCopy, Shard, cut
 
 
-class Message(NamedTuple):
+class BoxMessage(NamedTuple):
     """Boxes that travel together, one after the other without padding; those with large elements come first, so that
     each begins at a multiple of its element."""
 
@@ -16,24 +16,24 @@ class Message(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of all boxes."""
+        """The bytes of all boxes."""
         return sum(shard.num_bytes for shard in self.shards)
 
 
 class Round(NamedTuple):
     """What one rank does at the same time."""
 
-    send: Message | None
-    receive: Message | None
+    send: BoxMessage | None
+    receive: BoxMessage | None
 
 
-def rounds_of(rank: int, copies: Sequence[Copy], most_bytes: int) -> list[Round]:
+def rounds_of(rank: int, copies: Sequence[BoxCopy], most_bytes: int) -> list[Round]:
     """The rounds of one rank, in order; a rank that follows them waits for no rank that waits for it.
 
     Args: copies: of all ranks. most_bytes: of a message.
     """
     busy: tuple[dict[int, int], dict[int, int]] = {}, {}
-    """Of senders and of receivers: rank -> the rounds that have a message of it, as bits."""
+    """The rounds in which a rank sends, and those in which it receives, as bits: rank -> rounds."""
     own: dict[int, Round] = {}
     for message in _alternating(copies, most_bytes):
         taken = busy[0].get(message.sender, 0) | busy[1].get(message.receiver, 0)
@@ -48,7 +48,7 @@ def rounds_of(rank: int, copies: Sequence[Copy], most_bytes: int) -> list[Round]
     return [own[number] for number in sorted(own)]
 
 
-def _alternating(copies: Sequence[Copy], most_bytes: int) -> Iterable[Message]:
+def _alternating(copies: Sequence[BoxCopy], most_bytes: int) -> Iterable[BoxMessage]:
     """The messages of all pairs: the first ones, then the second ones, and so on."""
     pairs: dict[tuple[int, int], list[Shard]] = {}
     for copy in sorted(copies):
@@ -58,7 +58,7 @@ def _alternating(copies: Sequence[Copy], most_bytes: int) -> Iterable[Message]:
         yield from (queue[number] for queue in queues if number < len(queue))
 
 
-def _messages(sender: int, receiver: int, shards: Sequence[Shard], most_bytes: int) -> list[Message]:
+def _messages(sender: int, receiver: int, shards: Sequence[Shard], most_bytes: int) -> list[BoxMessage]:
     """The messages of a pair of ranks."""
     messages: list[list[Shard]] = []
     room = 0
@@ -74,4 +74,4 @@ def _messages(sender: int, receiver: int, shards: Sequence[Shard], most_bytes: i
             continue
         messages[-1].append(shard)
         room -= shard.num_bytes
-    return [Message(sender, receiver, tuple(part)) for part in messages]
+    return [BoxMessage(sender, receiver, tuple(part)) for part in messages]

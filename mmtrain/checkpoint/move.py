@@ -16,15 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmtrain.checkpoint.copy_plan import Shard, copy_plan
-from mmtrain.checkpoint.messages import Message, Round, rounds_of
+from mmtrain.checkpoint.messages import BoxMessage, Round, rounds_of
 from mmtrain.checkpoint.rows import shard_of
 from mmtrain.checkpoint.shard_tables import gather_tables
 from mmtrain.checkpoint.state import NamedTensors
-from mmtrain.parallel.fill import Local
+from mmtrain.parallel.fill import LocalPart
 from mmtrain.parallel.torch_private import raw_part
 
 MESSAGE_BYTES = 1 << 24
-"""Most of a message. Of 16 MiB 540 MiB took 0.19 to 0.3 s over loopback, of 256 KiB 0.8 s; larger ones won nothing."""
+"""The most bytes of a message. 540 MiB took 0.19 to 0.3 s over loopback in messages of 16 MiB, 0.8 s in messages of
+256 KiB; larger ones won nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +36,17 @@ class HeldShards:
 
     @classmethod
     def of(cls, named: NamedTensors) -> "HeldShards":
-        """Those of a layout, also in the middle of a step that failed. Needs no process group."""
+        """The shards of a layout, also in the middle of a step that failed. Needs no process group."""
         return cls({shard: tensors[0] for shard, tensors in _shards(named).items()})
 
     @classmethod
     def empty(cls) -> "HeldShards":
-        """Those of a rank without state: a newcomer, or one that was outside of the layout."""
+        """The shards of a rank without state: a newcomer, or one that was outside of the layout."""
         return cls({})
 
-    def lend(self) -> Local:
-        """For one placement: gives each shard that it asks for, once. What trains there then shares its memory."""
+    def lend(self) -> LocalPart:
+        """A function that gives a placement each shard that it asks for, once. What trains there then shares its
+        memory."""
         given: set[Shard] = set()
 
         def local(name: str, like: Tensor, dtype: torch.dtype, first: int) -> Tensor | None:
@@ -62,11 +64,11 @@ class Moved:
     """The bytes of a move."""
 
     sent: int
-    """By this rank."""
+    """The bytes that this rank sent."""
     received: int
-    """By this rank."""
+    """The bytes that this rank received."""
     total: int
-    """By all ranks: what was missing."""
+    """The bytes that all ranks sent: what was missing."""
 
 
 def move(
@@ -118,7 +120,7 @@ def _shards(named: NamedTensors) -> dict[Shard, list[Tensor]]:
 
 
 _Tensors = Mapping[tuple[str, str], list[tuple[Shard, Tensor]]]
-"""(name, dtype) -> what this rank has of a tensor."""
+"""What this rank has of each tensor (name, dtype)."""
 
 
 def _by_tensor(shards: Mapping[Shard, list[Tensor]]) -> _Tensors:
@@ -179,7 +181,7 @@ def _fill(part: Tensor, shard: Shard, sources: _Tensors) -> None:
     raise AssertionError(f"the plan lets this rank send {shard}, which it does not hold")
 
 
-def _parts(message: Message, buffer: Tensor) -> Iterator[tuple[Shard, Tensor]]:
+def _parts(message: BoxMessage, buffer: Tensor) -> Iterator[tuple[Shard, Tensor]]:
     """The boxes of a message, and where they are in its bytes."""
     end = 0
     for shard in message.shards:

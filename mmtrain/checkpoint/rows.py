@@ -46,7 +46,7 @@ class RowsOf(torch.Tensor):
     part: Tensor
     """This rank's rows; FSDP2 and tensor parallelism may divide them further."""
     first: int
-    """Of the rows."""
+    """The first of the rows."""
 
     @staticmethod
     def __new__(cls, part: Tensor, first: int, total: int) -> "RowsOf":

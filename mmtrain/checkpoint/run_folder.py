@@ -16,6 +16,7 @@ from mmtrain.checkpoint.state import TrainState, average_name, is_average
 from mmtrain.config import config
 from mmtrain.config.config import Config
 from mmtrain.config.model import projector_name
+from mmtrain.config.toml_sections import RUN_FILE
 from mmtrain.errors import CheckpointError, ConfigError
 from mmtrain.models.build import build_chunk, materialise
 from mmtrain.models.chunk import Chunk, LanguageChunk
@@ -41,14 +42,14 @@ class StoredRun:
     """Step of the checkpoint."""
     checkpoint: StoredCheckpoint
     weights: Weights
-    """Of the modules that train; others have only one kind."""
+    """The weights that are read of modules that train; others have only one kind."""
 
 
-Step = int | Literal["best"]
+CheckpointStep = int | Literal["best"]
 """A checkpoint of a run: its step, or that of the best validation (checkpoint.keep_best)."""
 
 
-def open_run(folder: Path, step: Step | None = None, *, weights: Weights | None = "trained") -> StoredRun:
+def open_run(folder: Path, step: CheckpointStep | None = None, *, weights: Weights | None = "trained") -> StoredRun:
     """A run with its newest complete checkpoint, or that of a step.
 
     Args:
@@ -59,9 +60,9 @@ def open_run(folder: Path, step: Step | None = None, *, weights: Weights | None 
         ConfigError: it is no dump folder, or has no such checkpoint, or that has no averages.
         CheckpointError: the checkpoint is damaged, or refused; no other one is tried.
     """
-    if not (folder / "config.toml").is_file():
+    if not (folder / RUN_FILE).is_file():
         raise ConfigError(f"{folder} has no config.toml; name the job.dump_folder of a run")
-    job = config.load(folder / "config.toml")
+    job = config.load(folder / RUN_FILE)
     checkpoints = folder / job.checkpoint.folder
     steps = complete_steps(checkpoints)
     if not steps:

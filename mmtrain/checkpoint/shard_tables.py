@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mmtrain.checkpoint.copy_plan import ITEM_BYTES, Shard, without_holder
+from mmtrain.checkpoint.copy_plan import ITEM_BYTES, Shard
 from mmtrain.errors import TrainingError, one_line
 
 MOMENTS = "optimizer."
@@ -28,11 +28,6 @@ class ShardTables:
     def have_moments(self) -> bool:
         """Whether some rank has moments; before the first step none has."""
         return any(shard.name.startswith(MOMENTS) for shards in set(self.held) for shard in shards)
-
-    @property
-    def lost(self) -> tuple[str, ...]:
-        """Names of wanted tensors without a holder of some piece: only a checkpoint has them. Sends nothing."""
-        return without_holder(self.held, self.wanted)
 
 
 def gather_tables(held: Collection[Shard], wanted: Collection[Shard], group: dist.ProcessGroup) -> ShardTables:

@@ -1,4 +1,4 @@
-"""That all ranks have one run folder: each of them saves its part of a checkpoint there."""
+"""The check that all ranks have one run folder, since each of them saves its part of a checkpoint there."""
 
 import os
 import socket

@@ -62,7 +62,7 @@ class TrainState:
 
     @classmethod
     def first(cls, config: Config) -> "TrainState":
-        """That of a job which has not trained yet."""
+        """The state of a job which has not trained yet."""
         loader = LoaderState(seed=config.debug.seed).to_dict()
         return cls(step=0, loader=loader, settings=_settings(config), clips=0, samples=0)
 
@@ -73,7 +73,7 @@ class TrainState:
 
     @classmethod
     def read(cls, stored: StoredCheckpoint) -> "TrainState":
-        """That of a checkpoint. Raises: CheckpointError: it has no such state."""
+        """The state in a checkpoint. Raises: CheckpointError: it has no such state."""
         raw = stored.state
         kinds = {"step": int, "loader": dict, "tokens": int}
         for name, kind in {**kinds, **_SINCE_LATER}.items():
@@ -88,7 +88,7 @@ class TrainState:
         return cls(**{name: raw[name] for name in kinds}, validated=validated, **optional)
 
     def after(self, *, loader: dict[str, Any], tokens: int, clips: int, samples: int, skipped: bool) -> "TrainState":
-        """That of one step more.
+        """The state after one step more.
 
         Args:
             loader: its state after the step.
@@ -123,7 +123,7 @@ class TrainState:
         return replace(self, settings=settings)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """The state as a table for JSON."""
         return {
             "step": self.step,
             "loader": dict(self.loader),
@@ -217,8 +217,8 @@ class NamedTensors:
         return tensors
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, live tensor) of every parameter, buffer, moment and average that exists, further copies of a tied
-        matrix included. Also of a step that an error ended: of gathered parameters, these are the shards."""
+        """The name and the live tensor of every parameter, buffer, moment and average that exists, further copies of a
+        tied matrix included. Also of a step that an error ended: of gathered parameters, these are the shards."""
         yield from ((f"model.{name}", tensor) for name, tensor in self._parameters(keep_vars=True))
         for name, parameter, optimizer, _ in self._optimizers.trained():
             for key, value in optimizer.state.get(parameter, {}).items():
@@ -230,7 +230,7 @@ class NamedTensors:
         return rows.first if rows and tensor.ndim else 0
 
     def _rows_of(self, stored: str) -> VocabularyRows | None:
-        """Those of a parameter or of its moments and their settings, by its name in a checkpoint."""
+        """The vocabulary rows of a parameter or of its moments and their settings, by its name in a checkpoint."""
         kind, _, rest = stored.partition(".")
         names = {"model": rest, "optimizer": rest.partition(".")[2].rpartition(".")[0]}
         return self._rows.get(names.get(kind, ""))
@@ -269,7 +269,7 @@ class NamedTensors:
             set_random_state(tensors[random_state_name()])
 
     def _parameters(self, *, keep_vars: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """(stored name, tensor) of every parameter and buffer in this rank's chunks, copies included.
+        """The stored name and the tensor of every parameter and buffer in this rank's chunks, copies included.
 
         Args: keep_vars: parameters themselves, not detached: so that no operation of DTensor runs.
         """

@@ -47,7 +47,8 @@ _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(valu
 
 @dataclass(frozen=True, slots=True)
 class StoredBytes:
-    """Where a part is: bytes of a file in the checkpoint's folder. The names are those that torch's reader asks for."""
+    """The location of a part: bytes of a file in the checkpoint's folder. The names are those that torch's reader asks
+    for."""
 
     relative_path: str
     offset: int
@@ -83,7 +84,7 @@ class _Unpickler(pickle.Unpickler):
         self.inert = {
             (module, name): type(name, (_Inert,), {"__slots__": ()}) for module in CLASSES for name in CLASSES[module]
         }
-        """(module, name) -> the class of this pickle alone: an attribute that it could set would reach no other one."""
+        """Classes of this pickle alone, by module and name: an attribute that it could set would reach no other one."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in _DTYPES:

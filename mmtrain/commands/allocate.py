@@ -19,9 +19,9 @@ DRAWN = 4096
 SIMULATED = 3
 """Compositions on all nodes that are simulated as one job."""
 MOST_GPUS = 1 << 20
-"""Of --gpus."""
+"""The largest value of --gpus."""
 MOST_NODES = 256
-"""Of --nodes."""
+"""The largest value of --nodes."""
 OF_GPUS = {"alpha": 0.05, "p_error": 0.05, "finalists": 6, "iterations": 1}
 """Options that --nodes does not read, with their defaults."""
 

@@ -45,7 +45,7 @@ def _check_parity(args: argparse.Namespace) -> int:
     if args.tolerance is not None and not args.tolerance > 0:
         raise ConfigError(f"check-parity: --tolerance {args.tolerance}; it is above 0")
     small = shrink(config.load(args.config, args.overrides), seq_len=seq_len)
-    from mmtrain.commands.parity import check_parity, describe, report, synthetic_data
+    from mmtrain.local.parity import check_parity, describe, report, synthetic_data
 
     with tempfile.TemporaryDirectory(prefix="mmtrain-parity-") as folder:
         job = small.config

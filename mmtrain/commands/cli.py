@@ -30,13 +30,13 @@ from mmtrain.commands import (
     tune,
 )
 from mmtrain.commands.elastic import node_counts, train_node, train_on_nodes
-from mmtrain.commands.local_ranks import RankDiedError, Stopped, train_on_ranks
 from mmtrain.config import config
 from mmtrain.errors import ConfigError, MMTrainError, for_terminal, nearest
 from mmtrain.launch.device_allocator import set_allocator
 from mmtrain.launch.folder_owner import owned
 from mmtrain.launch.launched import Launched, local_world_size, meeting_point
 from mmtrain.launch.processes import end_with_parent, environment, leave
+from mmtrain.local.ranks import RankDiedError, Stopped, train_on_ranks
 
 _OVERRIDE = re.compile(r"--[\w-]+\.[^\s=]+=")
 """The beginning of `--section.key=value`."""
@@ -126,11 +126,11 @@ def _guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace)
     try:
         return run(args)
     except MMTrainError as error:
-        return _said(str(error), 2)
+        return _print_error(str(error), 2)
     except RankDiedError as error:
         if error.text:
             print(for_terminal(error.text), file=sys.stderr)
-        return _said(str(error), error.exit_status)
+        return _print_error(str(error), error.exit_status)
     except Stopped as stop:
         return stop.exit_status
     except KeyboardInterrupt:
@@ -140,10 +140,10 @@ def _guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace)
         return 1
     except OSError as error:
         named = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
-        return _said(named, 2)
+        return _print_error(named, 2)
 
 
-def _said(text: str, status: int) -> int:
+def _print_error(text: str, status: int) -> int:
     """The status, after the text was printed. Of the processes that torchrun started here, one prints what all say."""
     text, report, first = for_terminal(text), os.environ.get("TORCHELASTIC_ERROR_FILE"), True
     if report is not None:
@@ -278,9 +278,9 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 def _export(args: argparse.Namespace) -> int:
     import torch
 
-    from mmtrain.commands.adapter_folders import ExportForm
-    from mmtrain.commands.export import export
-    from mmtrain.commands.push import check_push, push
+    from mmtrain.export.adapter_folders import ExportForm
+    from mmtrain.export.folder import export
+    from mmtrain.export.push import check_push, push
 
     if args.push:
         check_push(args.push)

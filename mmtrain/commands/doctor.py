@@ -18,16 +18,17 @@ if TYPE_CHECKING:
 
 _SHARED_MEMORY = Path("/dev/shm")
 _LEAST_SHARED_BYTES = 2**28
-"""Of shared memory for each data worker, which passes batches through it: docker gives 64 MiB unless told otherwise."""
+"""The least shared memory for each data worker, which passes batches through it: docker gives 64 MiB unless told
+otherwise."""
 _PORT = 29500
-"""Where torchrun's processes meet unless told otherwise."""
+"""The port at which torchrun's processes meet unless told otherwise."""
 
 
 class Finding(NamedTuple):
     """A line of the report."""
 
     is_good: bool
-    """False: a warning, which does not stop `mmtrain train`."""
+    """Whether all is well; False: a warning, which does not stop `mmtrain train`."""
     text: str
 
 

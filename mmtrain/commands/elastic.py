@@ -5,15 +5,15 @@ import os
 from dataclasses import dataclass
 
 from mmtrain import __version__
-from mmtrain.commands.local_nodes import NodeJob, run_on_nodes
 from mmtrain.config.config import Config
 from mmtrain.errors import ConfigError
 from mmtrain.launch.launched import Launched, meeting_point
 from mmtrain.launch.member import Member
 from mmtrain.launch.membership import make_digest
+from mmtrain.local.nodes import NodeJob, run_on_nodes
 
 MOST_NODES = 64
-"""Of one machine."""
+"""The most nodes of one machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,7 @@ class NodeCounts:
 
     nodes: int
     ranks: int
-    """Of a node."""
+    """The ranks of a node."""
     max_restarts: int
 
 

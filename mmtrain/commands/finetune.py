@@ -63,15 +63,15 @@ def _finetune(args: argparse.Namespace) -> int:
         )
     if args.epochs is not None and not args.epochs > 0:
         raise ConfigError(f"finetune: --epochs {args.epochs:g}; it must be above 0")
-    from mmtrain.commands.finetune_table import Wanted, prepared
+    from mmtrain.commands.finetune_table import FineTuningRequest, prepared
     from mmtrain.commands.job_checks import check_job
-    from mmtrain.commands.local_ranks import train_on_ranks
     from mmtrain.launch.folder_owner import owned
+    from mmtrain.local.ranks import train_on_ranks
 
     out = args.out or Path("outputs", f"{_name(args.model)}-{_name(args.data)}")
     if (out / _MODEL).exists():
         raise ConfigError(f"finetune: {out / _MODEL} is there already; give another --out, or remove it")
-    wanted = Wanted(
+    wanted = FineTuningRequest(
         model=args.model,
         data=args.data,
         out=out,
@@ -190,8 +190,8 @@ def _keep(folder: Path, toml: str) -> None:
 
 def _export(job: "Config", folder: Path) -> None:
     """Writes the best checkpoint as one folder, and says how to ask it."""
-    from mmtrain.commands.adapter_folders import ExportForm
-    from mmtrain.commands.export import export
+    from mmtrain.export.adapter_folders import ExportForm
+    from mmtrain.export.folder import export
 
     best: Literal["best"] | None = "best" if job.checkpoint.keep_best and job.validation.enable else None
     lora = job.model.language.trainable == "lora"

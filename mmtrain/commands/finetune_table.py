@@ -21,11 +21,11 @@ from mmtrain.spec.model_configs import language_config
 from mmtrain.spec.spec import ModelSpec
 
 EPOCHS = 3.0
-"""Unless told otherwise."""
+"""The epochs, unless an override says otherwise."""
 _FULL_LR, _LORA_LR = 1e-5, 1e-4
 """Peak learning rates of all weights, and of adapters: usual ones of published fine-tunings."""
 _LEAST_TOKENS, _MOST_TOKENS = 256, 4096
-"""Of a microbatch, unless a sample asks for more than the least, or an override says otherwise."""
+"""The limits of a microbatch's tokens, unless a sample asks for more than the least, or an override says otherwise."""
 _STEP_SAMPLES = 32
 """Samples of a step, of data that are large enough for ten such steps an epoch."""
 _STEPS_AN_EPOCH = 10
@@ -39,7 +39,7 @@ _WHOLE = tuple(name for name, whole in COMPOSITES.items() if not whole.loss)
 _DECODERS = tuple(name for name, language in LANGUAGES.items() if not language.embedding)
 """Families of models that answer."""
 
-Table = dict[str, Any]
+TomlTable = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +49,13 @@ class Devices:
     count: int
     """Ranks."""
     memory_bytes: float
-    """Of each."""
+    """The memory of each device."""
     name: str
     is_cpu: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class FineTuningRequest:
     """What the user asked for."""
 
     model: str
@@ -75,20 +75,20 @@ class FineTuning:
     """`model_type` of the model."""
     spec: ModelSpec
     found: Statistics
-    """Of the training samples."""
+    """The statistics of the training samples."""
     held_out: int | None
     """Samples to validate on; None: of a stream."""
     toml: str
     config: Config
 
 
-def prepared(wanted: Wanted, devices: Devices) -> FineTuning:
+def prepared(wanted: FineTuningRequest, devices: Devices) -> FineTuning:
     """The job of a model and data.
 
     Raises: ConfigError: the model is of a family that does not answer, or model, data and overrides do not fit.
         DataError: no sample fits.
     """
-    given: Table = {}
+    given: TomlTable = {}
     with explained("mmtrain finetune"):
         for override in wanted.overrides:
             apply_override(given, override)
@@ -114,12 +114,12 @@ def prepared(wanted: Wanted, devices: Devices) -> FineTuning:
     )
 
 
-def _of_model(source: str) -> tuple[str, Table]:
-    """(`model_type`, the sections of a job that starts from the model).
+def _of_model(source: str) -> tuple[str, TomlTable]:
+    """The `model_type` and the sections of a job that starts from the model.
 
     Raises: ConfigError: of a family that does not answer.
     """
-    from mmtrain.commands.answering import whole_table
+    from mmtrain.inference.answering import whole_table
 
     path = find_file("MODEL", source, "config.json")
     assert path is not None
@@ -134,7 +134,7 @@ def _of_model(source: str) -> tuple[str, Table]:
     )
 
 
-def _tokenizer(source: str) -> Table:
+def _tokenizer(source: str) -> TomlTable:
     """[tokenizer] of a language model, any of whose special tokens stands for the images that it never sees."""
     from mmtrain.config.data import TokenizerConfig
     from mmtrain.data.tokenizer import read_tokenizer
@@ -144,7 +144,7 @@ def _tokenizer(source: str) -> Table:
     return {"path": source} | ({} if usual in added or not added else {"image_token": next(iter(added))})
 
 
-def _trainable(start: Table, wanted: Wanted, given: Table) -> Table:
+def _trainable(start: TomlTable, wanted: FineTuningRequest, given: TomlTable) -> TomlTable:
     """The sections that say what trains: all, or adapters of the language model; frozen parts do not."""
     model = start["model"]
     encoders = {name: f"modules.{name}" for name in model.get("modules", {})}
@@ -154,7 +154,7 @@ def _trainable(start: Table, wanted: Wanted, given: Table) -> Table:
     unknown = [name for name in wanted.freeze if name not in parts]
     if unknown:
         raise ConfigError(f"finetune: --freeze {unknown[0]}; this model has {', '.join(parts)}")
-    table: Table = {}
+    table: TomlTable = {}
     for name, key in parts.items():
         frozen = name in wanted.freeze or (wanted.lora and name != "language")
         value = False if frozen else "lora" if wanted.lora else True
@@ -168,7 +168,7 @@ def _trainable(start: Table, wanted: Wanted, given: Table) -> Table:
     return {"model": table}
 
 
-def _held_out(job: Config) -> Table:
+def _held_out(job: Config) -> TomlTable:
     """The keys of [data] that say what is validated on: the data's own split, or a part of the training split."""
     data = job.data
     if data.validation_part or data.sources or data.streaming:
@@ -196,8 +196,8 @@ def _count(job: Config) -> int | None:
 
 
 def _training(
-    wanted: Wanted, job: Config, found: Statistics, spec: ModelSpec, devices: Devices, held_out: int | None
-) -> Table:
+    wanted: FineTuningRequest, job: Config, found: Statistics, spec: ModelSpec, devices: Devices, held_out: int | None
+) -> TomlTable:
     """All sections but model, tokenizer and data."""
     layout = _layout(spec, devices)
     replicas = layout.get("data_parallel_shard_degree", 1)
@@ -208,7 +208,7 @@ def _training(
     bins = max(round(wished / a_bin / replicas), 1) * replicas
     bins = max(bins, min(layout.get("pipeline_parallel_degree", 1) * replicas, samples))
     validations = math.ceil((held_out or 1) / (a_bin * bins))
-    table: Table = {
+    table: TomlTable = {
         "job": {"description": f"{wanted.model} fine-tuned on {wanted.data}", "dump_folder": str(wanted.out)},
         "training": {"epochs": wanted.epochs or EPOCHS, "seq_len": seq_len, "global_batch_size": bins},
         "optimizer": {
@@ -240,7 +240,7 @@ def _seq_len(job: Config, found: Statistics, samples: float) -> int:
     return min(math.ceil(wished / 64) * 64, window, max(_MOST_TOKENS, _LEAST_TOKENS))
 
 
-def _layout(spec: ModelSpec, devices: Devices) -> Table:
+def _layout(spec: ModelSpec, devices: Devices) -> TomlTable:
     """The degrees: as few pipeline ranks as hold the model, and sharded replicas on the other devices."""
     if devices.count == 1:
         return {}
@@ -257,7 +257,7 @@ def state_bytes(spec: ModelSpec) -> float:
     return 4.0 * spec.num_params + spec.num_trained_params * (4.0 + 8.0)
 
 
-def _without_doubles(table: Table, given: Mapping[str, Any], wanted: Wanted) -> Table:
+def _without_doubles(table: TomlTable, given: Mapping[str, Any], wanted: FineTuningRequest) -> TomlTable:
     """The table without keys that stand for the same as one that the user gave."""
     for section, one, other in (("training", "steps", "epochs"), ("lr_scheduler", "warmup_steps", "warmup_ratio")):
         if one in given.get(section, {}) and other not in given[section] and not (other == "epochs" and wanted.epochs):
@@ -281,7 +281,7 @@ def _check_fits(config: Config, found: Statistics) -> None:
     )
 
 
-def _toml(table: Table, wanted: Wanted) -> str:
+def _toml(table: TomlTable, wanted: FineTuningRequest) -> str:
     lines = [
         f"# Made by `mmtrain finetune {wanted.model} {wanted.data}`; runs again, or elsewhere, with `mmtrain train`."
     ]

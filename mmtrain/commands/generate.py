@@ -12,7 +12,7 @@ from mmtrain.commands.sample import STEP, WEIGHTS, checkpoint_step
 from mmtrain.errors import ConfigError, DataError, for_terminal
 
 if TYPE_CHECKING:
-    from mmtrain.commands.answering import Answerer, Sampling
+    from mmtrain.inference.answering import Answerer, Sampling
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -75,7 +75,7 @@ def _generate(args: argparse.Namespace) -> int:
     _check(args)
     from transformers.utils import logging
 
-    from mmtrain.commands.answering import Answerer, Sampling
+    from mmtrain.inference.answering import Answerer, Sampling
 
     logging.disable_progress_bar()
     answerer = Answerer.of(args.source, args.step, args.weights)
@@ -115,8 +115,8 @@ def _check(args: argparse.Namespace) -> None:
 
 def _answer_questions(args: argparse.Namespace, answerer: "Answerer", sampling: "Sampling") -> None:
     """Prints a line for each record of `--questions`, and how many answers are right."""
-    from mmtrain.commands.answering import questions
     from mmtrain.data.questions import is_right, text_of
+    from mmtrain.inference.answering import questions
 
     answerers = {"answer": answerer}
     if args.blank_images:
@@ -139,7 +139,7 @@ def _answer_questions(args: argparse.Namespace, answerer: "Answerer", sampling: 
 
 def _answer_prompts(args: argparse.Namespace, answerer: "Answerer", sampling: "Sampling") -> None:
     """Prints the answer to `--prompt`, or to each line of `--interactive`, as it is drawn."""
-    from mmtrain.commands.answering import Streamer, asked
+    from mmtrain.inference.answering import Streamer, asked
 
     streamer = Streamer(answerer.tokenizer, skip_prompt=True, skip_special_tokens=True)
     prompts = iter(lambda: input("> "), None) if args.interactive else [args.prompt]

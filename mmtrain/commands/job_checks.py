@@ -53,7 +53,8 @@ def _check_adapters(model: ModelConfig) -> None:
 
 
 def _check_programs(job: Config) -> None:
-    """Refuses an own metric that is not there, which is not run here, and operators that torch does not know.
+    """Refuses an own metric that is not there, which is not run here, operators that torch does not know, and blocks
+    that no compiler here compiles.
 
     Raises: ConfigError.
     """
@@ -65,3 +66,7 @@ def _check_programs(job: Config) -> None:
         from mmtrain.parallel.activation_memory import saved_ops
 
         saved_ops(job.activation_checkpoint)
+    if job.compile.enable:
+        from mmtrain.parallel.compile import check_compiler
+
+        check_compiler()

@@ -72,9 +72,9 @@ def _profile(args: argparse.Namespace) -> int:
     spec = job_spec(job) if job.elastic.enable else make_job(job).spec
     if hardware:
         load_hardware(hardware)  # raises if it does not exist
-    from mmtrain.commands.profiler import profile_job
     from mmtrain.costs.profile.calibration import calibrate
     from mmtrain.costs.profile.table import table
+    from mmtrain.local.profiler import profile_job
     from mmtrain.modality.submesh import Submesh
 
     profile = profile_job(job, rounds=args.rounds, steps=args.steps, say=lambda text: print(text, flush=True))

@@ -69,10 +69,10 @@ def _sample(args: argparse.Namespace) -> int:
     import torch
     from tqdm import tqdm
 
-    from mmtrain.commands.sampling import Wanted, sample
     from mmtrain.data.toy.easy_judge import PROMPTS
+    from mmtrain.inference.sampling import SamplingRequest, sample
 
-    wanted = Wanted(
+    wanted = SamplingRequest(
         prompts=tuple(args.prompt) or (PROMPTS if args.judge else ()),
         negative=args.negative,
         frames=args.frames,

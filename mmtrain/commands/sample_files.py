@@ -40,12 +40,12 @@ def drawn_costs(job: Config, most: int, workload: str = "", seed: int = 0) -> Sa
 
     Raises: ConfigError: the workload does not exist, or is for another kind of model.
     """
-    from mmtrain.modality.typical import Bins
+    from mmtrain.modality.typical import TypicalSizes
     from mmtrain.simulator.typical_iterations import usual_workload
     from mmtrain.simulator.workloads import draw
 
     name = workload or usual_workload(job)
-    bins = Bins.typical(job)
+    bins = TypicalSizes.typical(job)
     metas = (draw(name, bins, seed=seed, iteration=i) for i in itertools.count())
     samples = drawn_samples(metas, most)
     limits: tuple[int, ...] = (job.training.seq_len,)

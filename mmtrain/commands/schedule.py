@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mmtrain.commands.scheduled_iteration import (
     MIB,
-    Planned,
     Planner,
-    Search,
+    PlannerSearch,
+    ScheduledPlan,
     add_options,
     chain_costs,
     check_options,
@@ -146,7 +146,7 @@ def _brings_iteration(args: argparse.Namespace) -> bool:
     return name.endswith((".json", ".json.gz")) or (name.endswith(".csv") and not (args.config or args.problem))
 
 
-def _from_file(args: argparse.Namespace) -> Planned:
+def _from_file(args: argparse.Namespace) -> ScheduledPlan:
     """A plan from a file."""
     from mmtrain.planner.plan_json import plan_from_json
     from mmtrain.planner.result import PlanResult
@@ -187,7 +187,7 @@ def _from_file(args: argparse.Namespace) -> Planned:
     if args.braid:
         plan = braid(plan, problem)
     result = PlanResult(problem=problem, status="first", message=f"the order of {path}", plan_or_none=plan)
-    return Planned(path.name, result, lambda plan: lower(plan, problem, sharded=False))
+    return ScheduledPlan(path.name, result, lambda plan: lower(plan, problem, sharded=False))
 
 
 def _named(path: Path, read: Callable[[], _T]) -> _T:
@@ -224,7 +224,7 @@ def _compare(args: argparse.Namespace) -> int:
         if name == PLANNED:
             named = [row for row in rows if not row["refused"]]
             base = min(named, key=lambda row: row["makespan_s"])["schedule"] if named else None
-            search = Search(args.evaluations, args.seed)
+            search = PlannerSearch(args.evaluations, args.seed)
             note = (
                 f"planned: what planner.enable makes of the stages of {base or 'the default schedule'}; "
                 f"{args.evaluations} plans tried, seed {args.seed} (--evaluations, --seed)\n"
@@ -254,7 +254,7 @@ def _num_ranks(args: argparse.Namespace) -> int:
     return PlanningProblem.read(args.problem).graph.num_ranks if args.problem else args.pp or 4
 
 
-def _row(name: str, base: str | None, search: Search | None, plan: Planner) -> dict[str, Any]:
+def _row(name: str, base: str | None, search: PlannerSearch | None, plan: Planner) -> dict[str, Any]:
     """One row of the comparison; a schedule that cannot plan this iteration has only the reason."""
     row: dict[str, Any] = {"schedule": name}
     numbers = ("makespan_s", "bubble", "idle_s", "peak_bytes", "least_peak_bytes")

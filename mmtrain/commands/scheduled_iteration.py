@@ -44,7 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--braid",
         action="store_true",
         help="chain, problem: a forward and a backward of each plan run as one block where that shortens it (a config: "
-        "--planner.braid=true)",
+        "--planner.search.braid=true)",
     )
     group.add_argument(
         "--costs",
@@ -85,7 +85,7 @@ def check_options(args: argparse.Namespace, verb: str) -> None:
             raise ConfigError(f"{where}: {key} {chain[key]}; it is at least 1")
     if args.exchange is not None and not 0 <= args.exchange <= 1e9:
         raise ConfigError(f"{where}: --exchange {args.exchange}; it is between 0 and 1e9 seconds")
-    for option, key in (("separate_gradients", "parallelism.separate_gradients"), ("braid", "planner.braid")):
+    for option, key in (("separate_gradients", "parallelism.separate_gradients"), ("braid", "planner.search.braid")):
         if args.config and getattr(args, option):
             raise ConfigError(
                 f"{where}: --{option.replace('_', '-')} is for a chain or a problem; with --config write it as "
@@ -98,7 +98,7 @@ def check_options(args: argparse.Namespace, verb: str) -> None:
 
 
 @dataclass(frozen=True)
-class Planned:
+class ScheduledPlan:
     """One schedule's plan for the iteration."""
 
     name: str
@@ -119,7 +119,7 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class Search:
+class PlannerSearch:
     """The planner's search instead of a schedule's order."""
 
     evaluations: int
@@ -129,13 +129,14 @@ class Search:
         """The [planner] section of a job that searches. Args: given: of the job."""
         from mmtrain.config.planner import PlannerConfig
 
-        return replace(given or PlannerConfig(), enable=True, budget_evaluations=self.evaluations, budget_s=0.0)
+        section = replace(given or PlannerConfig(), enable=True)
+        return section.with_search(budget_evaluations=self.evaluations, budget_s=0.0)
 
 
 class Planner(Protocol):
     """Plans the iteration."""
 
-    def __call__(self, name: str | None, search: Search | None = None) -> Planned:
+    def __call__(self, name: str | None, search: PlannerSearch | None = None) -> ScheduledPlan:
         """Args: name: of a schedule; None: the config's, else 1F1B. search: on its stages."""
         ...
 
@@ -151,7 +152,7 @@ def planner_of(args: argparse.Namespace) -> Planner:
     given = PlanningProblem.read(args.problem) if args.problem else None
     costs = chain_costs(args.costs)
 
-    def plan(name: str | None, search: Search | None = None) -> Planned:
+    def plan(name: str | None, search: PlannerSearch | None = None) -> ScheduledPlan:
         name = name or "1F1B"
         num_ranks = given.graph.num_ranks if given else args.pp or 4
         schedule = schedule_of(name, num_ranks)
@@ -165,7 +166,7 @@ def planner_of(args: argparse.Namespace) -> Planner:
             exchange_s=args.exchange,
             **costs,
         )
-        section = replace(search.section(), braid=args.braid) if search else None
+        section = search.section().with_search(braid=args.braid) if search else None
         return _plan(schedule, problem, None, search, section)
 
     return plan
@@ -188,7 +189,7 @@ def _of_config(args: argparse.Namespace) -> Planner:
     ) as loader:
         *_, (_, meta, _) = loader
 
-    def plan(name: str | None, search: Search | None = None) -> Planned:
+    def plan(name: str | None, search: PlannerSearch | None = None) -> ScheduledPlan:
         chosen = job
         if name:
             chosen = config.load(args.config, [*args.overrides, f"parallelism.pipeline_parallel_schedule={name}"])
@@ -207,15 +208,17 @@ def _plan(
     schedule: "Schedule",
     problem: "PlanningProblem",
     lower: "Callable[[Plan], Program] | None",
-    search: Search | None,
+    search: PlannerSearch | None,
     section: "PlannerConfig | None",
-) -> Planned:
+) -> ScheduledPlan:
     from mmtrain.planner.plan import JobMethod, make_plan
     from mmtrain.schedule.passes import lower as lowering
 
     method = JobMethod.searching(schedule, section, seed=search.seed) if search and section else schedule
     result = make_plan(problem, method)
-    return Planned(schedule.name, result, lower or (lambda plan: lowering.lower(plan, result.problem, sharded=False)))
+    return ScheduledPlan(
+        schedule.name, result, lower or (lambda plan: lowering.lower(plan, result.problem, sharded=False))
+    )
 
 
 def chain_costs(text: str | None) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "--evaluations", type=int, metavar="N", help="plans that a search tries (default 100; 20 with --failures)"
     )
     parser.add_argument(
-        "--workload", default="", metavar="NAME", help="see docs/workloads.md (default mix, or video_captions)"
+        "--workload", default="", metavar="NAME", help="see docs/simulator.md (default mix, or video_captions)"
     )
     parser.add_argument("--iterations", type=int, metavar="N", help="iterations to simulate (default 40)")
     parser.add_argument("--replicas", type=int, metavar="R", help="data-parallel replicas (default 2)")
@@ -61,7 +61,7 @@ def _simulate(args: argparse.Namespace) -> int:
     from mmtrain.planner.search_settings import PLANNED
     from mmtrain.run_page import breakdown_chart, line_chart
     from mmtrain.schedule.view.draw import document, painted, trace_events
-    from mmtrain.simulator.study import Question, simulate_job
+    from mmtrain.simulator.study import SimulationQuestion, simulate_job
     from mmtrain.simulator.study_report import table, to_json
 
     failures = check_options(args)
@@ -79,7 +79,7 @@ def _simulate(args: argparse.Namespace) -> int:
         print_failures(args, job)
         return 0
     schedules = [job.parallelism.pipeline_parallel_schedule, *([PLANNED] if job.planner.enable else [])]
-    question = Question(
+    question = SimulationQuestion(
         config=job,
         schedules=tuple(args.schedule.split(",") if args.schedule else schedules),
         evaluations=EVALUATIONS if args.evaluations is None else args.evaluations,

@@ -18,7 +18,7 @@ from mmtrain.errors import ConfigError
 if TYPE_CHECKING:
     from mmtrain.simulator.allocation.space import Space
     from mmtrain.simulator.allocation.tune import Tuned
-    from mmtrain.simulator.steps import Step
+    from mmtrain.simulator.steps import StepMicrobatches
 
 EVALUATIONS = 200
 """Plans that a search of the last look tries, at most."""
@@ -53,7 +53,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "--evaluations",
         type=int,
         metavar="N",
-        help=f"plans that its searches try (default: planner.budget_evaluations, at most {EVALUATIONS})",
+        help=f"plans that its searches try (default: planner.search.budget_evaluations, at most {EVALUATIONS})",
     )
     parser.add_argument(
         "--samples", type=Path, metavar="FILE", help="of `mmtrain profile --samples` (default: a drawn workload)"
@@ -83,7 +83,7 @@ def _tune(args: argparse.Namespace) -> int:
     steps = _steps(args, job)
     effort = Effort(
         num_steps=args.iterations,
-        evaluations=args.evaluations or min(EVALUATIONS, job.planner.budget_evaluations or EVALUATIONS),
+        evaluations=args.evaluations or min(EVALUATIONS, job.planner.search.budget_evaluations or EVALUATIONS),
     )
     warm()
     with tempfile.TemporaryDirectory() as folder, _progress() as progress:
@@ -206,11 +206,11 @@ def _tokens(text: str | None, job: config.Config) -> tuple[int, ...]:
     return tuple(map(int, numbers))
 
 
-def _steps(args: argparse.Namespace, job: config.Config) -> "Callable[[config.Config], Sequence[Step]]":
+def _steps(args: argparse.Namespace, job: config.Config) -> "Callable[[config.Config], Sequence[StepMicrobatches]]":
     """The steps of a job, from samples or from a workload."""
     from mmtrain.modality.typical import typical_side
     from mmtrain.planner.assignment.sample_costs import SampleCosts
-    from mmtrain.simulator.steps import Step, drawn_steps, packed_step
+    from mmtrain.simulator.steps import StepMicrobatches, drawn_steps, packed_step
     from mmtrain.simulator.typical_iterations import usual_workload
 
     workload = args.workload or usual_workload(job)
@@ -220,15 +220,15 @@ def _steps(args: argparse.Namespace, job: config.Config) -> "Callable[[config.Co
     if costs is not None:
         costs.check_fits(job, str(args.samples))
 
-    def made(of: config.Config) -> list[Step]:
+    def made(of: config.Config) -> list[StepMicrobatches]:
         if costs is None:
             return drawn_steps(of, workload, args.iterations, seed=args.seed, image_side=args.image_side or 0)
         limits = (of.training.seq_len, *costs.limits[1:]) if not of.model.reads_clips else costs.limits
         return [packed_step(of, replace(costs, limits=limits), (args.seed, i)) for i in range(args.iterations)]
 
-    known: dict[tuple[int, int], list[Step]] = {}
+    known: dict[tuple[int, int], list[StepMicrobatches]] = {}
 
-    def steps(of: config.Config) -> list[Step]:
+    def steps(of: config.Config) -> list[StepMicrobatches]:
         key = of.training.seq_len, of.training.global_batch_size
         if key not in known:
             known[key] = made(of)

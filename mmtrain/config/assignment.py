@@ -7,7 +7,7 @@ from mmtrain.config.bounds import at_least, at_most
 from mmtrain.config.toml_sections import shown
 from mmtrain.errors import ConfigError
 
-Policy = Literal["none", "balanced", "entrain", "disttrain"]
+AssignmentPolicy = Literal["none", "balanced", "entrain", "disttrain"]
 LEVELS = 4096
 """Default of `levels`."""
 
@@ -16,7 +16,7 @@ LEVELS = 4096
 class AssignmentConfig:
     """[assignment]: samples of a step by what they cost, over replicas and microbatches; see docs/assignment.md."""
 
-    policy: Policy = "none"
+    policy: AssignmentPolicy = "none"
     """none: the first microbatch with room. balanced: equal seconds of replicas and microbatches, then what makes
     simulated iterations shorter. entrain: Entrain's hierarchical assignment. disttrain: DistTrain's reordering."""
     samples_per_step: int = 0
@@ -58,7 +58,7 @@ class AssignmentConfig:
         return self.policy != "none" or self.samples_per_step > 0
 
 
-_OF_POLICY: dict[str, tuple[Policy, ...]] = {
+_OF_POLICY: dict[str, tuple[AssignmentPolicy, ...]] = {
     "defer": ("entrain",),
     "fewer_microbatches": ("entrain", "balanced"),
     "levels": ("entrain",),

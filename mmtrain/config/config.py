@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mmtrain.config.assignment import AssignmentConfig
+from mmtrain.config.compile import CompileConfig, check_compile
 from mmtrain.config.content import check_clips, check_content, check_pairs
 from mmtrain.config.data import DataConfig, DiffusionConfig, TokenizerConfig
 from mmtrain.config.elastic import ElasticConfig, check_elastic
@@ -70,6 +71,7 @@ class Config:
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -288,6 +290,8 @@ def check(config: Config) -> None:
         checkpoint=config.checkpoint,
         comm=config.comm,
     )
+    memory = config.activation_checkpoint
+    check_compile(config.compile, config.model, config.planner, parallelism, memory, config.elastic)
     if config.planner.learn_costs and (config.elastic.enable or config.parallelism.pipelines):
         other = "elastic.enable = true" if config.elastic.enable else "parallelism.pipelines"
         raise ConfigError(
@@ -360,8 +364,6 @@ def _check_vocabulary(config: Config) -> None:
             f"{key} with {other}: pipelines of unequal depth would hold different parts of the vocabulary, which is "
             'not built; set "tensor"'
         )
-    if planner.placement == "replicated":
-        raise ConfigError(f'{key} with planner.placement = "replicated", a baseline without it; set "tensor"')
     if how == "search" and (planner.partition != "search" or planner.placement not in ("spread", "search")):
         name = "partition" if planner.partition != "search" else "placement"
         raise ConfigError(
@@ -443,7 +445,7 @@ def load(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
 
     Args:
         path: a file, or a bare name that is looked up in the folder `configs` of the working
-            directory and of the source tree.
+            directory and of the package.
         overrides: `--section.key=value` or `section.key=value`, the value in TOML syntax (a string
             may be left unquoted).
     Raises: ConfigError: with file, dotted key, value, rule and what to change.
@@ -478,7 +480,7 @@ def find_file(path: str | Path) -> Path:
         return direct
     if os.path.isdir(direct):
         raise ConfigError(f"config file {shown(str(path))} is a folder; name a file in it")
-    folders = [Path("configs"), Path(__file__).resolve().parents[2] / "configs"]
+    folders = [Path("configs"), Path(__file__).resolve().parents[1] / "configs"]
     if direct.parent == Path("."):
         for folder in folders:
             if os.path.isfile(folder / direct):

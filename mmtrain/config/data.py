@@ -24,10 +24,10 @@ class DiffusionConfig:
     logit_mean: float = 0.0
     """Mean of that normal number; above 0: more noise."""
     logit_std: float = 1.0
-    """Its standard deviation."""
+    """The standard deviation of the logit of t."""
     shift: float = 1.0
-    """s: t becomes s t / (1 + (s - 1) t), in training and sampling; above 1: more noise, for many tokens a clip. flow
-    alone."""
+    """Shift s: t becomes s t / (1 + (s - 1) t), in training and sampling; above 1: more noise, for many tokens a clip.
+    flow alone."""
     caption_dropout: float = 0.1
     """Part of the clips whose caption is hidden, so that sampling can be guided (arXiv:2207.12598)."""
 
@@ -83,11 +83,11 @@ class SourceConfig:
     """[[data.sources]]: one of several sources whose samples are mixed, in place of data.source."""
 
     source: FilePath
-    """As data.source."""
+    """The source, written as data.source is."""
     weight: float
     """Share of the samples that are of this source, relative to the weights of the others; above 0."""
     name: str = ""
-    """Its name in logs and metrics; empty: the last part of its source, or its split if that is a list of data sets."""
+    """The name in logs and metrics; empty: the last part of `source`, or its split if that is a list of data sets."""
     split: str = ""
     """Split to train on; empty: data.split."""
 
@@ -106,7 +106,7 @@ class SourceConfig:
 
     @property
     def label(self) -> str:
-        """Its name, given or not."""
+        """The name of the source, given or not."""
         path = PurePath(self.source)
         return self.name or (self.split if path.name == "dataset_info.json" else "") or path.name
 

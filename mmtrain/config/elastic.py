@@ -26,7 +26,7 @@ LEAST_BEAT_S = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticConfig:
-    """[elastic]: a job that goes on with the nodes that are left, and takes up nodes that join (docs/multi_node.md).
+    """[elastic]: a job that goes on with the nodes that are left, and accepts nodes that join (docs/multi_node.md).
     Its pipelines follow from the nodes; the ranks of a stage lie inside of one node."""
 
     enable: bool = False

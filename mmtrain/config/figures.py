@@ -37,7 +37,7 @@ class Figure:
 
     @property
     def text(self) -> str:
-        """As it is written, with its direction."""
+        """The figure as it is written, with its direction."""
         return f"{'lowest' if self.lowest else 'highest'} {self.name}"
 
     def better(self, value: float, than: float | None) -> bool:

@@ -22,7 +22,7 @@ class MemoryAmount:
     """Some bytes, or a part of a device's memory: one of the two."""
 
     text: str
-    """As it was written."""
+    """The amount as it was written."""
     num_bytes: float | None = None
     fraction: float | None = None
 

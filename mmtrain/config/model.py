@@ -15,7 +15,7 @@ Trainable = Literal[True, False, "lora"]
 FeatureSelect = Literal["auto", "default", "full"]
 
 MOST_SEGMENTS = 1024
-"""Of one module."""
+"""The most segments of one module."""
 
 ProjectorName = Literal["mlp", "native", "llava", "linear"]
 
@@ -85,18 +85,20 @@ class EncoderConfig:
     kind: Literal["images", "audio"] = "images"
     """What it reads. That of [model.encoder] reads images."""
     sound_rows: Literal["window", "sound"] = "window"
-    """Of sound: window: all rows of each window are run, silence included, as by the encoder's class. sound: those of
-    the sound alone, packed, and silence makes no token; Qwen2-Audio's encoder has no other way."""
+    """Which rows of a sound are run. window: all rows of each window are run, silence included, as by the encoder's
+    class. sound: those of the sound alone, packed, and silence makes no token; Qwen2-Audio's encoder has no other
+    way."""
     token: str = ""
-    """Of a further encoder: the placeholder in the tokenizer's vocabulary that its features replace; empty: <NAME>."""
+    """The placeholder of a further encoder in the tokenizer's vocabulary that its features replace; empty: <NAME>."""
     projector: ProjectorConfig | None = None
-    """Of a further encoder: [model.modules.NAME.projector]; that of [model.encoder] is [model.projector]."""
+    """The projector of a further encoder, [model.modules.NAME.projector]; that of [model.encoder] is
+    [model.projector]."""
     pretrained: FilePath = ""
     """Hugging Face id or local folder; its config.json decides the class. Or give `config`."""
     config: dict[str, Any] = field(default_factory=dict)
     """Inline Hugging Face config with its `model_type`; the weights are then random."""
     weights: Literal["pretrained", "random"] = "pretrained"
-    """With `pretrained`: load its weights, or take only its shape."""
+    """Whether the weights of `pretrained` are loaded, or only its shape is taken."""
     trainable: Trainable = True
     """true: train it; false: keep it fixed; "lora": train low-rank adapters of it, see [model.lora]. The projector
     has its own switch."""
@@ -139,7 +141,7 @@ class LanguageConfig:
     config: dict[str, Any] = field(default_factory=dict)
     """Inline Hugging Face config with its `model_type`; the weights are then random."""
     weights: Literal["pretrained", "random"] = "pretrained"
-    """With `pretrained`: load its weights, or take only its shape."""
+    """Whether the weights of `pretrained` are loaded, or only its shape is taken."""
     trainable: Trainable = True
     """true: train it; false: keep it fixed; "lora": train low-rank adapters of it, see [model.lora]."""
     trainable_layers: str = ""
@@ -159,7 +161,7 @@ class LanguageConfig:
     """Layers of each chunk in the manner of Megatron's layouts, "Et*3|t*4|t*4|t*3,L", see docs/models.md; P x K
     chunks, which also sets K. Empty: chunks of equal work."""
     sub_microbatch_size: int = 0
-    """Of a tower of captions ([model.contrast]): captions in one sub-microbatch. 0: all of a microbatch."""
+    """The captions in one sub-microbatch of a tower of captions ([model.contrast]). 0: all of a microbatch."""
 
     def __post_init__(self) -> None:
         _check_source("model.language", self)
@@ -215,7 +217,7 @@ class DitConfig:
     """Inline config with `model_type = "wan"` and the keys of diffusers' WanTransformer3DModel; `text_dim` is the width
     of the text encoder. The weights are then random."""
     weights: Literal["pretrained", "random"] = "pretrained"
-    """With `pretrained`: load its weights, or take only its shape."""
+    """Whether the weights of `pretrained` are loaded, or only its shape is taken."""
     trainable: Trainable = True
     """true: train it; false: keep it fixed; "lora" is refused for now."""
     loss: Literal["squared_error"] = "squared_error"
@@ -250,7 +252,7 @@ class VaeConfig:
     """Inline config with `model_type = "autoencoder_kl"` (each frame by itself) or "autoencoder_kl_wan" (1 + 4 k frames
     become 1 + k) and the keys of diffusers' class of that name; the weights are then random."""
     weights: Literal["pretrained", "random"] = "pretrained"
-    """With `pretrained`: load its weights, or take only its shape."""
+    """Whether the weights of `pretrained` are loaded, or only its shape is taken."""
 
     def __post_init__(self) -> None:
         _check_source("model.vae", self, example="autoencoder_kl_wan")
@@ -363,7 +365,7 @@ class ModelConfig:
 
     @property
     def cut_modules(self) -> dict[str, EncoderConfig | LanguageConfig | DitConfig]:
-        """Those of the modules that pipeline ranks divide."""
+        """The sections of the modules that pipeline ranks divide."""
         return {name: section for name, section in self.sections.items() if not isinstance(section, VaeConfig)}
 
     def with_modules(self, sections: Mapping[str, ModuleConfig | None]) -> "ModelConfig":
@@ -404,12 +406,12 @@ def projector_name(module: str) -> str:
 
 
 def projector_section(module: str) -> str:
-    """Where the user configures the projector of an encoder."""
+    """The dotted name of the section that configures the projector of an encoder."""
     return "model.projector" if module == "vision" else f"{section_of(module)}.projector"
 
 
 def section_of(module: str) -> str:
-    """Where the user configures a module: the dotted name of its section."""
+    """The dotted name of the section that configures a module."""
     return f"model.{MODULES[module]}" if module in MODULES else f"model.modules.{module}"
 
 

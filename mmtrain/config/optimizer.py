@@ -22,7 +22,7 @@ class OptimizerGroup:
     lr: float | None = None
     """Peak learning rate, with the schedule of [lr_scheduler]; left out: optimizer.lr."""
     weight_decay: float | None = None
-    """Of its matrices; left out: optimizer.weight_decay."""
+    """The weight decay of the group's matrices; left out: optimizer.weight_decay."""
 
     def __post_init__(self) -> None:
         try:

@@ -1,7 +1,7 @@
-"""[planner], and its rules with other sections."""
+"""[planner] with [planner.search] and [planner.device], and their rules with other sections."""
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from mmtrain.config.bounds import at_least, at_most
 from mmtrain.config.memory_amount import MemoryAmount
@@ -13,29 +13,14 @@ from mmtrain.schedule.library.names import EAGER_SCHEDULES, MEMORY_BOUNDED_SCHED
 
 MEMORY_STRATEGIES = ("keep", "selective", "recompute", "offload")
 """What a block may do with its activations."""
-Strategy = Literal["anneal", "mcts", "random", "dfs", "first"]
+Strategy = Literal["anneal", "mcts", "first"]
 """How the planner searches orders."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlannerConfig:
-    """[planner]: how the model is cut and each iteration planned, and the device that costs are counted on."""
+class SearchConfig:
+    """[planner.search]: what is chosen for each iteration, and how long it is searched."""
 
-    enable: bool = False
-    """Search a better plan for every batch, beside the step before; else each iteration has the order of
-    parallelism.pipeline_parallel_schedule."""
-    partition: Literal["search", "dip", "mixed-parameters", "mixed-latency"] = "search"
-    """How modules are cut whose num_segments is 0 and that have no pipeline_layout, see docs/partition.md. search: the
-    numbers of segments with the shortest simulated iterations, or one chain of equal time if that is shorter by far,
-    all modules are open and it fits into the memory (if that is unknown: takes no more than separated modules); dip: as
-    many passes as the module is slower than the fastest one; mixed-*: one chain of all modules, cut into stages of
-    equal parameters or equal time."""
-    placement: Literal["spread", "parallel", "colocated", "search", "replicated"] = "spread"
-    """Pipeline ranks of the modules, see docs/partition.md. spread: all ranks hold a part of each. parallel: each
-    module has ranks of its own. colocated: the modules that read data share the first ranks, and the others have ranks
-    of their own. search: the one with the shortest simulated iterations, chains included. How many ranks, where a
-    section's `ranks` does not say it: those for which the most loaded rank computes least. replicated: for mmtrain
-    simulate alone, every rank of the language model runs all encoders again."""
     sub_microbatch: bool = True
     """Cut the images of a microbatch into works of their own size; else they are one work."""
     interleave: bool = True
@@ -59,14 +44,9 @@ class PlannerConfig:
     memory_strategies: list[str] = field(default_factory=lambda: ["keep", "selective", "recompute"])
     """What a block may do with its activations: keep; selective and recompute, as in [activation_checkpoint]; offload
     (to host memory; on a CPU that is a copy, and saves nothing)."""
-    memory_limit: str = ""
-    """What a rank may take of its device's memory in all: "72GiB", "500MB", or a part as "90%" (of a CPU: of the
-    machine's memory, shared by its ranks); empty: no limit. Parameters, gradients, optimizer state, the process
-    itself, on a GPU training.inputs_ahead_mib, and memory_margin are subtracted; activations get the rest, see
-    docs/memory.md."""
-    memory_margin: float = 0.05
-    """Part of memory_limit that is left for what the plan does not count: temporary tensors, fragments. It grows by
-    itself after a step that took more than memory_limit."""
+    activation_memory_gib: float = 0.0
+    """GiB that activations alone may take on one rank, for schedules `interleave` and `ZB-AutoSchedule`; 0: no limit.
+    Instead of memory_limit, not beside it."""
     strategy: Strategy = "anneal"
     """How orders are searched; first: not at all."""
     budget_evaluations: int = 1000
@@ -82,26 +62,6 @@ class PlannerConfig:
     """Seconds that a step waits for its plan, then it runs the first plan, in the order of
     parallelism.pipeline_parallel_schedule; under a memory limit, of interleave where that cannot keep it, or the
     shortest of a few orders."""
-    flops_per_s: float = 4e14
-    """Achieved floating-point operations a second of one rank; only ratios matter to an order."""
-    p2p_latency_s: float = 2e-5
-    """Fixed part of one transfer between pipeline ranks, seconds."""
-    p2p_bytes_per_s: float = 2.5e10
-    """Bandwidth between pipeline ranks."""
-    host_bytes_per_s: float = 2.5e10
-    """Bandwidth between device and host memory, for memory strategy offload."""
-    activation_memory_gib: float = 0.0
-    """GiB that activations alone may take on one rank, for schedules `interleave` and `ZB-AutoSchedule`; 0: no limit.
-    Instead of memory_limit, not beside it."""
-    hardware: FilePath = ""
-    """Accelerator or cluster that costs are simulated on, as `h800` or `h800x16`, or a TOML file; empty: FLOPs over
-    flops_per_s."""
-    profile: FilePath = ""
-    """File that `mmtrain profile` wrote: costs are what it measured, whatever `hardware` says; empty: none."""
-    learn_costs: bool = False
-    """Let each step's measured seconds correct the costs of later ones, by module, pipeline rank, and forward, input or
-    weight gradient. Plans then depend on measurements: two runs of one config have other plans and, up to rounding,
-    the same losses."""
     noise: float = 0.0
     """Deviation of the actual seconds of an action from the modelled ones, as a part of them, that searched plans have
     to bear; with a profile what it measured counts instead. 0: none."""
@@ -112,33 +72,99 @@ class PlannerConfig:
     """Plans of a search that are compared by all draws."""
 
     def __post_init__(self) -> None:
-        at_most("planner", self, p2p_latency_s=3600.0, budget_s=MOST_SECONDS, patience_s=MOST_SECONDS, threads=1024)
-        at_least("planner", self, p2p_latency_s=0.0, activation_memory_gib=0.0, budget_evaluations=0, budget_s=0.0)
-        at_least("planner", self, threads=0, patience_s=0.0, flops_per_s=1.0, p2p_bytes_per_s=1.0)
-        at_least("planner", self, host_bytes_per_s=1.0, noise=0.0, draws=1, finalists=1, eager_forwards=0)
-        at_most("planner", self, noise=1.0, draws=4096, finalists=1024, eager_forwards=1024)
-        if self.enable and self.strategy != "first" and not self.budget_evaluations and not self.budget_s:
-            raise ConfigError(
-                "planner.budget_evaluations = 0 and planner.budget_s = 0 let the search go on for ever; set one of them"
-            )
+        at_most("planner.search", self, budget_s=MOST_SECONDS, patience_s=MOST_SECONDS, threads=1024, noise=1.0)
+        at_most("planner.search", self, draws=4096, finalists=1024, eager_forwards=1024)
+        at_least("planner.search", self, activation_memory_gib=0.0, budget_evaluations=0, budget_s=0.0, threads=0)
+        at_least("planner.search", self, patience_s=0.0, noise=0.0, draws=1, finalists=1, eager_forwards=0)
         for how in self.memory_strategies:
             if how not in MEMORY_STRATEGIES:
                 raise ConfigError(
-                    f"planner.memory_strategies names {shown(how)}, which does not exist; choose from "
+                    f"planner.search.memory_strategies names {shown(how)}, which does not exist; choose from "
                     f"{', '.join(MEMORY_STRATEGIES)}"
                 )
         if not self.memory_strategies:
             raise ConfigError(
-                'planner.memory_strategies is empty; write ["keep"] to let all blocks keep their activations'
+                'planner.search.memory_strategies is empty; write ["keep"] to let all blocks keep their activations'
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceConfig:
+    """[planner.device]: a device and its links, as costs count them without `hardware` and `profile`."""
+
+    flops_per_s: float = 4e14
+    """Achieved floating-point operations a second of one rank; only ratios matter to an order."""
+    p2p_latency_s: float = 2e-5
+    """Fixed part of one transfer between pipeline ranks, seconds."""
+    p2p_bytes_per_s: float = 2.5e10
+    """Bandwidth between pipeline ranks."""
+    host_bytes_per_s: float = 2.5e10
+    """Bandwidth between device and host memory, for memory strategy offload."""
+
+    def __post_init__(self) -> None:
+        at_most("planner.device", self, p2p_latency_s=3600.0)
+        at_least("planner.device", self, p2p_latency_s=0.0, flops_per_s=1.0, p2p_bytes_per_s=1.0, host_bytes_per_s=1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerConfig:
+    """[planner]: how the model is cut, whether each iteration is planned, within which memory and by which costs."""
+
+    enable: bool = False
+    """Search a better plan for every batch, beside the step before; else each iteration has the order of
+    parallelism.pipeline_parallel_schedule."""
+    partition: Literal["search", "dip", "mixed-parameters", "mixed-latency"] = "search"
+    """How modules are cut whose num_segments is 0 and that have no pipeline_layout, see docs/partition.md. search: the
+    numbers of segments with the shortest simulated iterations, or one chain of equal time if that is shorter by far,
+    all modules are open and it fits into the memory (if that is unknown: takes no more than separated modules); dip: as
+    many passes as the module is slower than the fastest one; mixed-*: one chain of all modules, cut into stages of
+    equal parameters or equal time."""
+    placement: Literal["spread", "parallel", "colocated", "search"] = "spread"
+    """Pipeline ranks of the modules, see docs/partition.md. spread: all ranks hold a part of each. parallel: each
+    module has ranks of its own. colocated: the modules that read data share the first ranks, and the others have ranks
+    of their own. search: the one with the shortest simulated iterations, chains included. How many ranks, where a
+    section's `ranks` does not say it: those for which the most loaded rank computes least."""
+    memory_limit: str = ""
+    """What a rank may take of its device's memory in all: "72GiB", "500MB", or a part as "90%" (of a CPU: of the
+    machine's memory, shared by its ranks); empty: no limit. Parameters, gradients, optimizer state, the process
+    itself, on a GPU training.inputs_ahead_mib, and memory_margin are subtracted; activations get the rest, see
+    docs/memory.md."""
+    memory_margin: float = 0.05
+    """Part of memory_limit that is left for what the plan does not count: temporary tensors, fragments. It grows by
+    itself after a step that took more than memory_limit."""
+    hardware: FilePath = ""
+    """Accelerator or cluster that costs are simulated on, as `h800` or `h800x16`, or a TOML file; empty: FLOPs over
+    device.flops_per_s."""
+    profile: FilePath = ""
+    """File that `mmtrain profile` wrote: costs are what it measured, whatever `hardware` says; empty: none."""
+    learn_costs: bool = False
+    """Let each step's measured seconds correct the costs of later ones, by module, pipeline rank, and forward, input or
+    weight gradient. Plans then depend on measurements: two runs of one config have other plans and, up to rounding,
+    the same losses."""
+    search: SearchConfig = field(default_factory=SearchConfig)
+    """What is chosen for each iteration."""
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+    """Speed of a device and its links."""
+
+    def with_search(self, **values: Any) -> "PlannerConfig":
+        """The same with other values of [planner.search]."""
+        return replace(self, search=replace(self.search, **values))
+
+    def __post_init__(self) -> None:
+        search = self.search
+        if self.enable and search.strategy != "first" and not search.budget_evaluations and not search.budget_s:
+            raise ConfigError(
+                "planner.search.budget_evaluations = 0 and planner.search.budget_s = 0 let the search go on for ever; "
+                "set one of them"
             )
         if not 0 <= self.memory_margin < 1:
             raise ConfigError(f"planner.memory_margin = {self.memory_margin}; it must be at least 0 and below 1")
         if self.memory_limit:
             MemoryAmount.parse("planner.memory_limit", self.memory_limit)
-            if self.activation_memory_gib:
+            if search.activation_memory_gib:
                 raise ConfigError(
-                    f'planner.memory_limit = "{self.memory_limit}" and planner.activation_memory_gib = '
-                    f"{self.activation_memory_gib} are two limits of one memory; remove the second"
+                    f'planner.memory_limit = "{self.memory_limit}" and planner.search.activation_memory_gib = '
+                    f"{search.activation_memory_gib} are two limits of one memory; remove the second"
                 )
 
 
@@ -154,11 +180,11 @@ def check_planner(
     _check_partition(planner, model)
     _check_placement(planner, model, parallelism.pipeline_parallel_degree)
     _check_eager(planner, model, schedule)
-    if planner.braid:
+    if planner.search.braid:
         _check_braid(parallelism)
-    if planner.enable and planner.patience_s >= comm.timeout_seconds:
+    if planner.enable and planner.search.patience_s >= comm.timeout_seconds:
         raise ConfigError(
-            f"planner.patience_s = {planner.patience_s} is not below comm.timeout_seconds = "
+            f"planner.search.patience_s = {planner.search.patience_s} is not below comm.timeout_seconds = "
             f"{comm.timeout_seconds}: while one replica waits for its plan, the others wait for that replica, "
             "and would stop the job; lower the first or raise the second"
         )
@@ -204,7 +230,7 @@ def _check_placement(planner: PlannerConfig, model: ModelConfig, num_ranks: int)
             f'planner.placement = "{how}" with planner.partition = "{planner.partition}", which puts every '
             "module on all ranks; remove one of the two"
         )
-    if how in ("search", "replicated") and given:
+    if how == "search" and given:
         key, ranks = next(iter(given.items()))
         raise ConfigError(f'{key} = {ranks} has no effect with planner.placement = "{how}"; remove it')
     if num_ranks < 2:
@@ -216,28 +242,29 @@ def _check_placement(planner: PlannerConfig, model: ModelConfig, num_ranks: int)
 
 def _check_eager(planner: PlannerConfig, model: ModelConfig, schedule: str) -> None:
     """Refuses forwards ahead of a schedule's rule where there is no such rule or no encoder."""
-    count = planner.eager_forwards
+    count = planner.search.eager_forwards
     if count and schedule not in EAGER_SCHEDULES:
         raise ConfigError(
-            f'planner.eager_forwards = {count} with parallelism.pipeline_parallel_schedule = "{schedule}", which has '
-            f"no number of forwards in flight to raise; set 0, or choose one of {', '.join(EAGER_SCHEDULES)}"
+            f'planner.search.eager_forwards = {count} with parallelism.pipeline_parallel_schedule = "{schedule}", '
+            f"which has no number of forwards in flight to raise; set 0, or choose one of {', '.join(EAGER_SCHEDULES)}"
         )
     if count and len(model.cut_modules) == 1:
         raise ConfigError(
-            f"planner.eager_forwards = {count}, but the model has one module, so no encoder can work ahead; set 0"
+            f"planner.search.eager_forwards = {count}, but the model has one module, so no encoder can work ahead; "
+            "set 0"
         )
 
 
 def _check_braid(section: ParallelismConfig) -> None:
     if section.tensor_parallel_degree == 1:
         raise ConfigError(
-            "planner.braid = true with parallelism.tensor_parallel_degree = 1: nothing is exchanged inside of layers, "
-            "so blocks of a forward and a backward hide nothing; remove it, or raise the degree"
+            "planner.search.braid = true with parallelism.tensor_parallel_degree = 1: nothing is exchanged inside of "
+            "layers, so blocks of a forward and a backward hide nothing; remove it, or raise the degree"
         )
     if section.fsdp_reshard_after_forward == "always":
         raise ConfigError(
-            'planner.braid = true with parallelism.fsdp_reshard_after_forward = "always": one pass of a block would '
-            'free parameters that the other one still uses; set "step", or remove planner.braid'
+            'planner.search.braid = true with parallelism.fsdp_reshard_after_forward = "always": one pass of a block '
+            'would free parameters that the other one still uses; set "step", or remove planner.search.braid'
         )
 
 
@@ -256,25 +283,25 @@ def check_memory_limit(
     if keeps_limits:
         return
     bounded = " and ".join(map(repr, MEMORY_BOUNDED_SCHEDULES))
-    chooses = checkpointing.mode == "none" and len(planner.memory_strategies) > 1
-    if planner.memory_limit and planner.enable and planner.memory and not (planner.interleave or chooses):
+    chooses = checkpointing.mode == "none" and len(planner.search.memory_strategies) > 1
+    if planner.memory_limit and planner.enable and planner.search.memory and not (planner.search.interleave or chooses):
         raise ConfigError(
-            f'planner.memory_limit = "{planner.memory_limit}" with planner.interleave = false: the orders are those of '
-            f'"{schedule}", which has its own rule of memory, and activation_checkpoint.mode = '
-            f'"{checkpointing.mode}" with planner.memory_strategies = {planner.memory_strategies} '
-            "leaves no choice of memory either. Set planner.interleave = true, mode none and more strategies, or one "
-            f"of the schedules {bounded}"
+            f'planner.memory_limit = "{planner.memory_limit}" with planner.search.interleave = false: the orders are '
+            f'those of "{schedule}", which has its own rule of memory, and activation_checkpoint.mode = '
+            f'"{checkpointing.mode}" with planner.search.memory_strategies = {planner.search.memory_strategies} '
+            "leaves no choice of memory either. Set planner.search.interleave = true, mode none and more strategies, "
+            f"or one of the schedules {bounded}"
         )
-    if planner.memory_limit and not (planner.enable and planner.memory):
-        switch = "enable" if not planner.enable else "memory"
+    if planner.memory_limit and not (planner.enable and planner.search.memory):
+        name = "enable" if not planner.enable else "search.memory"
         raise ConfigError(
-            f'planner.memory_limit = "{planner.memory_limit}" with planner.{switch} = false is kept by '
+            f'planner.memory_limit = "{planner.memory_limit}" with planner.{name} = false is kept by '
             f'parallelism.pipeline_parallel_schedule = {bounded} alone; "{schedule}" has its own rule of memory. '
-            f"Set planner.{switch} = true, or one of these schedules, or remove the limit"
+            f"Set planner.{name} = true, or one of these schedules, or remove the limit"
         )
-    if planner.activation_memory_gib:
+    if planner.search.activation_memory_gib:
         raise ConfigError(
-            f"planner.activation_memory_gib = {planner.activation_memory_gib} is honoured by "
+            f"planner.search.activation_memory_gib = {planner.search.activation_memory_gib} is honoured by "
             f"parallelism.pipeline_parallel_schedule = {bounded} alone; "
             f'"{schedule}" bounds its memory by its own rule. Remove one of the two'
         )

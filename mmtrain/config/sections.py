@@ -212,8 +212,8 @@ class ActivationCheckpointConfig:
     """[activation_checkpoint]: what all blocks do with their activations, whatever the batch."""
 
     mode: Literal["none", "selective", "full", "ops", "offload"] = "none"
-    """none: keep all, unless the planner chooses (planner.memory under a memory limit). full: recompute each block.
-    selective: recompute every block but its matrix products and attention. ops: recompute all of a block but the
+    """none: keep all, unless the planner chooses (planner.search.memory under a memory limit). full: recompute each
+    block. selective: recompute every block but its matrix products and attention. ops: recompute all of a block but the
     operations in save_ops. offload: activations wait in host memory."""
     save_ops: list[str] = field(default_factory=list)
     """With mode = "ops": names of torch operations whose results are kept, as in "aten.mm"."""

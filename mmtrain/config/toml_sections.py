@@ -14,6 +14,7 @@ import typing
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from mmtrain.config.moved_keys import brought_up_to_date
 from mmtrain.config.toml_text import read_toml
 from mmtrain.errors import ConfigError, UnknownKeyError, nearest
 
@@ -84,6 +85,8 @@ def _toml_value(value: Any) -> str:
     raise ConfigError(f"{value!r} of type {type(value).__name__} has no TOML form")
 
 
+RUN_FILE = "config.toml"
+"""What a run calls the whole configuration that it writes into its folder."""
 _OF_ONE_FILE = ("description", "dump_folder")
 """Keys of [job] that a file does not inherit: two jobs are two runs."""
 
@@ -99,6 +102,8 @@ def read_with_bases(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         chain = " -> ".join(p.name for p in (*seen, path))
         raise ConfigError(f"{path.name}: `extends` goes in a circle: {chain}; remove one")
     table = read_toml(path)
+    if path.name == RUN_FILE:
+        table = brought_up_to_date(table)
     base = table.pop("extends", None)
     if base is None:
         return table
@@ -164,7 +169,7 @@ def build(cls: type, table: Any, path: str, where: str) -> Any:
         if key not in fields:
             near = nearest(key, fields)
             hint = f"did you mean {prefix}{near[0]}?" if near else f"{path or 'a file'} has {', '.join(fields)}"
-            raise UnknownKeyError(f"{where}: unknown key {prefix}{_toml_key(key)}; {hint}", key)
+            raise UnknownKeyError(f"{where}: unknown key {prefix}{_toml_key(key)}; {hint}", prefix + key)
     values = {}
     for name, f in fields.items():
         if name in table:

@@ -81,7 +81,7 @@ class JobLayout:
 
     @property
     def divided(self) -> dict[str, int | list[int]]:
-        """Those of `degrees` above 1."""
+        """The degrees above 1."""
         return {axis: degree for axis, degree in self.degrees.items() if degree != 1}
 
     @property
@@ -123,7 +123,7 @@ class JobLayout:
         return ((stage * self.dp_shard + place.dp_shard) * self.cp + place.cp) * self.tp + place.tp
 
     def dp_rank(self, rank: int) -> int:
-        """Which model replica a global rank belongs to, 0 .. dp-1."""
+        """The model replica that a global rank belongs to, 0 .. dp-1."""
         place = self.coordinates(rank)
         return place.pipeline * self.dp_shard + place.dp_shard
 

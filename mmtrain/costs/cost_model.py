@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
-from mmtrain.config.planner import PlannerConfig
+from mmtrain.config.planner import DeviceConfig, PlannerConfig
 from mmtrain.costs.noise import EXACT, Noise
 from mmtrain.costs.overheads import NO_OVERHEADS, Overheads
 from mmtrain.schedule.problem import P2P
@@ -23,7 +23,7 @@ class LayerTimes:
     backward_weight_s: float = 0.0
     """W: the weight gradients of linear layers; 0 for a frozen layer."""
     split_s: float = 0.0
-    """By how much a split backward, with its forward, takes longer than a whole one."""
+    """The seconds that a split backward takes longer than a whole one, the forward included."""
     forward_exchange_s: float = 0.0
     """The part of `forward_s` that is exchanges of tensor parallelism; 0 if they are unknown."""
     backward_exchange_s: float = 0.0
@@ -31,7 +31,7 @@ class LayerTimes:
 
     @property
     def deferred(self) -> "LayerTimes":
-        """The same, if the backward does what the forward would."""
+        """The times of a layer whose backward also does what the forward would."""
         return replace(
             self,
             forward_s=0.0,
@@ -50,7 +50,7 @@ class HostCopy:
     """Copies run during compute (a GPU's copy engine), and cost time only if they take longer than it."""
 
 
-PCIE = HostCopy(bytes_per_s=PlannerConfig().host_bytes_per_s)
+PCIE = HostCopy(bytes_per_s=DeviceConfig().host_bytes_per_s)
 """The default where no measurement or profile is given."""
 
 
@@ -134,12 +134,12 @@ class ExchangesUnknown:
     def repeated_exchange_s(
         self, module: ModuleSpec, index: int, size: WorkSize, recomputation: Recomputation
     ) -> float:
-        """0: exchanges are unknown."""
+        """Zero: exchanges are unknown."""
         return 0.0
 
     @property
     def contention(self) -> float:
-        """1: exchanges are unknown, so none is hidden."""
+        """One: exchanges are unknown, so none is hidden."""
         return 1.0
 
     def without_exchanges(self) -> Self | None:
@@ -156,7 +156,7 @@ class FlopsCosts(ExchangesUnknown):
     p2p: P2P
     host_copy: HostCopy = PCIE
     overheads: Overheads = NO_OVERHEADS
-    """None by default: only FLOPs cost time."""
+    """The overheads, none by default: only FLOPs cost time."""
     noise: Noise = EXACT
     shares: int = 1
     """Ranks of a stage's submesh (context x tensor parallel), which divide each work evenly."""
@@ -165,10 +165,10 @@ class FlopsCosts(ExchangesUnknown):
     def of(cls, section: PlannerConfig, shares: int = 1) -> "FlopsCosts":
         """The nominal device of a `[planner]` section."""
         return cls(
-            flops_per_s=section.flops_per_s,
-            p2p=P2P(latency_s=section.p2p_latency_s, bytes_per_s=section.p2p_bytes_per_s),
-            host_copy=HostCopy(bytes_per_s=section.host_bytes_per_s),
-            noise=Noise.uniform(section.noise),
+            flops_per_s=section.device.flops_per_s,
+            p2p=P2P(latency_s=section.device.p2p_latency_s, bytes_per_s=section.device.p2p_bytes_per_s),
+            host_copy=HostCopy(bytes_per_s=section.device.host_bytes_per_s),
+            noise=Noise.uniform(section.search.noise),
             shares=shares,
         )
 
@@ -195,5 +195,5 @@ class FlopsCosts(ExchangesUnknown):
         return repeated_share * layer.flops(size).forward / (self.flops_per_s * self.shares)
 
     def step_s(self, num_params: int) -> float:
-        """0: only the FLOPs of layers cost time."""
+        """Zero: only the FLOPs of layers cost time."""
         return 0.0

@@ -24,10 +24,10 @@ def cost_model(config: Config, spec: ModelSpec) -> CostModel:
         costs = OperatorCosts.of(config, spec)
     else:
         costs = FlopsCosts.of(config.planner, shares=Submesh.of(config).size)
-    if config.planner.braid and costs.contention == 1:
+    if config.planner.search.braid and costs.contention == 1:
         raise ConfigError(
-            "planner.braid = true, but the costs do not say what blocks hide: profiles and planner.flops_per_s know no "
-            "exchanges apart, and hardware with contention = 1 hides none; set planner.hardware to a GPU, or remove "
-            "planner.braid"
+            "planner.search.braid = true, but the costs do not say what blocks hide: profiles and "
+            "planner.device.flops_per_s know no exchanges apart, and hardware with contention = 1 hides none; "
+            "set planner.hardware to a GPU, or remove planner.search.braid"
         )
     return costs

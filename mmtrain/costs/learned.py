@@ -21,7 +21,7 @@ from mmtrain.schedule.problem import PlanningProblem
 PARTS = (Kind.F, Kind.I, Kind.W)
 """What has a factor; a whole backward consists of the last two."""
 WEIGHT = 0.3
-"""Of a step, in the mean of the logarithms of its ratio and of what was learned before."""
+"""The weight of a step in the mean of the logarithms of its ratio and of what was learned before."""
 MOST_CHANGE = 2.0
 """A step counts as if its seconds were at most so many times the learned ones, and at least that part."""
 
@@ -38,10 +38,10 @@ class Jump(NamedTuple):
     pp_rank: int
     kind: Kind
     ratio: float
-    """Of measured to learned seconds."""
+    """The ratio of measured to learned seconds."""
 
     def __str__(self) -> str:
-        """As in the log."""
+        """The jump as the log writes it."""
         return f"{self.kind} of {self.module} on pp_rank {self.pp_rank} took {self.ratio:.3g} times as long"
 
 
@@ -67,7 +67,7 @@ class LearnedCosts:
         return np.nan_to_num(known[-1], nan=1.0) if known else np.ones(self._shape)
 
     def after(self, step: int, seconds: Floats) -> "tuple[LearnedCosts, list[Jump]]":
-        """(what is known after a step, for those from the next but one on; what was not believed).
+        """The costs after a step, for the steps from the next but one on, and the jumps that were not believed.
 
         Args: seconds: of all ranks together, as of `step_seconds`.
         """
@@ -86,7 +86,7 @@ class LearnedCosts:
         return replace(self, history=kept), jumps
 
     def to_dict(self) -> dict[str, Any]:
-        """For a checkpoint; `resumed` reads it."""
+        """The state for a checkpoint; `resumed` reads it."""
         history = [[step, np.nan_to_num(factors, nan=0.0).tolist()] for step, factors in self.history]
         return {"modules": list(self.modules), "num_ranks": self.num_ranks, "history": history}
 

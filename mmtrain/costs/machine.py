@@ -13,7 +13,7 @@ from mmtrain.schedule.problem import P2P
 from mmtrain.spec.builders import DTYPE_BYTES
 
 
-class Network(Protocol):
+class RankNetwork(Protocol):
     """The network between the ranks."""
 
     def collective_s(self, kind: OpKind, num_bytes: float, ranks: Sequence[int]) -> float:
@@ -41,7 +41,7 @@ class Machine:
     name: str
     costs: str
     """The source of the seconds of layers, in a few words."""
-    network: Network
+    network: RankNetwork
     peak_flops: float | None
     """FLOP/s that MFU is measured against; None: unknown."""
     memory_bytes: float | None
@@ -55,7 +55,7 @@ class Machine:
             pipelines of unequal depth have a stage on several nodes.
         """
         section = config.planner
-        costs = f"FLOPs over planner.flops_per_s = {section.flops_per_s:.3g}"
+        costs = f"FLOPs over planner.device.flops_per_s = {section.device.flops_per_s:.3g}"
         if section.hardware:
             costs = "operators on the hardware's profile"
         if section.profile:

@@ -25,11 +25,11 @@ class Noise:
     """Standard deviations of actual over modelled seconds (of their logarithms). All 0: seconds are exact."""
 
     forward: float = 0.0
-    """Of F."""
+    """The deviation of F."""
     backward: float = 0.0
-    """Of B and I."""
+    """The deviation of B and I."""
     backward_weight: float = 0.0
-    """Of W."""
+    """The deviation of W."""
     shared: float = 0.0
     """Part of the variance that all actions of a rank have in common in an iteration, 0 .. 1."""
 
@@ -41,7 +41,7 @@ class Noise:
 
     @classmethod
     def uniform(cls, deviation: float) -> "Noise":
-        """The same for all kinds of actions, each on its own."""
+        """Noise of equal deviation for all kinds of actions, each action on its own."""
         return cls(forward=deviation, backward=deviation, backward_weight=deviation)
 
     @classmethod

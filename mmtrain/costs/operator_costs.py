@@ -15,7 +15,7 @@ from mmtrain.costs.noise import EXACT, Noise
 from mmtrain.costs.operators.cluster import Cluster
 from mmtrain.costs.operators.execution import makespan_s
 from mmtrain.costs.operators.graph import DeviceKind, Graph, OpKind, Phase
-from mmtrain.costs.operators.latency import Floats, Latencies, Rule
+from mmtrain.costs.operators.latency import Floats, Latencies, LatencyRule
 from mmtrain.costs.operators.layer_builder import LinkedDivision
 from mmtrain.costs.operators.layers import LayerDescriber, divides_layer
 from mmtrain.costs.overheads import Overheads
@@ -26,7 +26,7 @@ from mmtrain.modality.submesh import Submesh
 from mmtrain.schedule.problem import P2P
 from mmtrain.spec.builders import DTYPE_BYTES
 from mmtrain.spec.linears import adapted_linears
-from mmtrain.spec.modules import Shape, projection_of, shape_of
+from mmtrain.spec.modules import ModuleShape, projection_of, shape_of
 from mmtrain.spec.recomputation import ATTENTION, PRODUCTS, Recomputation
 from mmtrain.spec.spec import ModelSpec, ModuleSpec
 from mmtrain.spec.work_size import WorkSize
@@ -77,7 +77,7 @@ class OperatorCosts:
 
     @classmethod
     def of(
-        cls, config: Config, spec: ModelSpec, cluster: Cluster | None = None, rule: Rule | None = None
+        cls, config: Config, spec: ModelSpec, cluster: Cluster | None = None, rule: LatencyRule | None = None
     ) -> "OperatorCosts":
         """The costs of a job on a cluster, by default the one that `planner.hardware` names.
 
@@ -104,7 +104,7 @@ class OperatorCosts:
             {name: Latencies(cluster.hardware, dtype_bytes=dtype_bytes, rule=rule) for name in divisions},
             p2p_between_stages(cluster, shape),
             host_copy_of(cluster),
-            Noise.uniform(config.planner.noise),
+            Noise.uniform(config.planner.search.noise),
             hides=config.parallelism.fsdp_reshard_after_forward == "step",
         )
 
@@ -136,17 +136,17 @@ class OperatorCosts:
 
     @property
     def contention(self) -> float:
-        """That of the hardware; 1 where the runtime hides no exchange."""
+        """The contention of the hardware; 1 where the runtime hides no exchange."""
         return self._hardware.contention if self._hides else 1.0
 
     @property
     def overheads(self) -> Overheads:
-        """Those of the hardware, mostly none: the fixed time of each operator is part of its layer."""
+        """The overheads of the hardware, mostly none: the fixed time of each operator is part of its layer."""
         return self._hardware.overheads
 
     @property
     def noise(self) -> Noise:
-        """planner.noise, of each action on its own."""
+        """The noise of `planner.search.noise`, of each action on its own."""
         return self._noise
 
     @property
@@ -270,7 +270,7 @@ def describer(
     )
 
 
-def _own_part(shape: Shape, module: ModuleSpec) -> Shape:
+def _own_part(shape: ModuleShape, module: ModuleSpec) -> ModuleShape:
     """The sizes of a part of a vocabulary, if the module is one: those of a model that knows its tokens alone."""
     rows = module.vocabulary
     return replace(shape, vocab_size=rows.last - rows.first) if rows and isinstance(shape, LanguageShape) else shape

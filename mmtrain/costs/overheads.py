@@ -17,20 +17,20 @@ class Overheads:
     """Seconds of a rank's host in addition to the compute of its actions. All 0: they are hidden, or part of it."""
 
     forward_s: float = 0.0
-    """Each F: its dispatch, arguments and bookkeeping."""
+    """Seconds of each F: its dispatch, arguments and bookkeeping."""
     backward_s: float = 0.0
-    """Each B: the same, and the start of autograd."""
+    """Seconds of each B: those of an F, and the start of autograd."""
     backward_input_s: float = 0.0
-    """Each I."""
+    """Seconds of each I."""
     backward_weight_s: float = 0.0
-    """Each W."""
+    """Seconds of each W."""
     send_s: float = 0.0
-    """Each message to another rank, after the action that makes it."""
+    """Seconds of each message to another rank, after the action that makes it."""
     receive_s: float = 0.0
-    """Each message from another rank: posting its receive, and taking it once it is there."""
+    """Seconds of each message from another rank: posting its receive, and taking it once it is there."""
     message_s: float = 0.0
-    """From the end of an action to the start of one that waits for its message, in addition to both of those and to the
-    transfer: waking up."""
+    """The seconds from the end of an action to the start of one that waits for its message, without the transfer:
+    waking up."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -41,7 +41,7 @@ class Overheads:
 
     @property
     def split_s(self) -> float:
-        """By how much I and W take longer together than B."""
+        """The seconds that I and W take longer together than B."""
         return max(0.0, self.backward_input_s + self.backward_weight_s - self.backward_s)
 
 

@@ -20,22 +20,22 @@ class Curve:
     patches: int
     """Patches of each image, or latent tokens of each clip."""
     seconds: tuple[tuple[int, float], ...]
-    """(images or clips, seconds of the forward and backward of one stage), ascending."""
+    """Numbers of images or clips, ascending, each with the seconds of the forward and backward of one stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SubMicrobatch:
+class ChosenSubMicrobatch:
     """The size that the rule selects, and the efficiencies from which it follows."""
 
     size: int
     """Images in one vision work, or clips in one DiT work."""
     efficiency: tuple[tuple[int, float], ...]
-    """(images, images a second relative to the best), ascending."""
+    """Numbers of images, ascending, each with its images a second relative to the best."""
     still_rises: bool
     """Whether the largest tested size was the best, so that larger ones might be better."""
 
 
-def smallest_efficient(curve: Curve, share: float = SHARE) -> SubMicrobatch:
+def smallest_efficient(curve: Curve, share: float = SHARE) -> ChosenSubMicrobatch:
     """The smallest tested number of images (or clips) with at least `share` of the best throughput.
 
     Images are equal, so the throughput in images per second is proportional to that in FLOPs per second.
@@ -52,4 +52,4 @@ def smallest_efficient(curve: Curve, share: float = SHARE) -> SubMicrobatch:
     best_rate = max(rate for _, rate in rates)
     efficiency = tuple((number, rate / best_rate) for number, rate in rates)
     size = next(number for number, of_best in efficiency if of_best >= share)
-    return SubMicrobatch(size=size, efficiency=efficiency, still_rises=rates[-1][1] == best_rate)
+    return ChosenSubMicrobatch(size=size, efficiency=efficiency, still_rises=rates[-1][1] == best_rate)

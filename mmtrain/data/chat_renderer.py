@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
-from mmtrain.data.chat_templates import ChatTemplate, Part, Placeholder, answer_ending
+from mmtrain.data.chat_templates import ChatPart, ChatTemplate, Placeholder, answer_ending
 from mmtrain.data.conversation_records import Record
 from mmtrain.data.media import check_length, check_text
 from mmtrain.data.record_keys import (
@@ -146,7 +146,7 @@ class ChatRenderer:
             keys += unread(message, ("role", "content", *WEIGHTS, *SHOWN, *passed), "message")
         self.unread.add(where, record.source, keys)
 
-    def _parts(self, where: str, role: str, part: Any) -> Iterator[Part]:
+    def _parts(self, where: str, role: str, part: Any) -> Iterator[ChatPart]:
         """A part of a content as those that the template gets: a text is cut at its placeholders."""
         kind = kind_of(part)
         if kind in self._known:

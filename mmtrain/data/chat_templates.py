@@ -10,7 +10,7 @@ from mmtrain.data.record_parts import placeholder
 from mmtrain.data.tokenizer import PROBE, content_form, one_part
 from mmtrain.errors import MMTrainError
 
-Part = dict[str, Any]
+ChatPart = dict[str, Any]
 """`type`, and for a text `text`."""
 
 
@@ -26,7 +26,8 @@ class Ending(NamedTuple):
     label of an answer's last position, and not in the text."""
 
     def end(self, before: str, after: str) -> int:
-        """Where the targets of an answer end. Args: before, after: the conversation up to the answer, and with it."""
+        """The character at which the targets of an answer end. Args: before, after: the conversation up to the answer,
+        and with it."""
         content = after.removesuffix(self.behind) if len(after) - len(self.behind) >= len(before) else after
         if self.learned and len(content) < len(after):
             return len(content) + self.learned
@@ -76,7 +77,7 @@ class Placeholder(NamedTuple):
     token: str
     """The token of one feature."""
     text: str
-    """It with the markers around it."""
+    """The token with the markers around it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +89,7 @@ class ChatTemplate:
     """
 
     text: str
-    """Jinja."""
+    """The template in Jinja."""
     forms: Mapping[str, Callable[[str], Any]]
     """Role -> what makes of a text the content that its messages have."""
     breaks: frozenset[str]
@@ -96,7 +97,7 @@ class ChatTemplate:
     moved: frozenset[str]
     """Kinds that the template shows before the text, wherever they are."""
     kinds: frozenset[str]
-    """Those that the model reads."""
+    """The kinds of content that the model reads."""
     placeholders: re.Pattern[str]
     """What stands for an item in the text of a record, with the backslash before one that is text."""
 
@@ -127,7 +128,7 @@ class ChatTemplate:
             placeholders=re.compile(rf"(\\?)({'|'.join(marks) or '(?!)'})"),
         )
 
-    def parts(self, text: str) -> Iterator[Part]:
+    def parts(self, text: str) -> Iterator[ChatPart]:
         """A text of a record as parts, cut at its placeholders.
 
         A line break between a placeholder and the text behind it is left out where the template writes one there; one
@@ -146,7 +147,7 @@ class ChatTemplate:
             begin += kind in self.breaks and text.startswith("\n", begin)
         yield from _text(before + text[begin:])
 
-    def content(self, role: str, parts: list[Part]) -> Any:
+    def content(self, role: str, parts: list[ChatPart]) -> Any:
         """The content of a message. Args: parts: of it."""
         if any(part["type"] != "text" for part in parts) or (len(parts) > 1 and self.forms[role] is one_part):
             return parts
@@ -163,14 +164,14 @@ def _rendered(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) ->
         return None
 
 
-def _text(text: str) -> Iterator[Part]:
+def _text(text: str) -> Iterator[ChatPart]:
     if text:
         yield {"type": "text", "text": text}
 
 
 def _around(tokenizer: Any, kind: str, placeholders: Mapping[str, Placeholder]) -> tuple[str, bool] | None:
-    """(what a template writes between an item and the text behind it, whether it shows an item behind a text before
-    it); None: it shows no item of the kind, or not as one placeholder."""
+    """What a template writes between an item and the text behind it, and whether it shows an item behind a text before
+    it; None: it shows no item of the kind, or not as one placeholder."""
     item, text = {"type": kind}, {"type": "text", "text": PROBE}
     token, tokens = placeholders[kind].token, {other.token for other in placeholders.values()}
     behind = []

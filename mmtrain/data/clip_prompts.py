@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mmtrain.config.config import Config
-from mmtrain.data.clip_samples import Clips
+from mmtrain.data.clip_samples import VideoSamples
 from mmtrain.data.packing import LoaderState
 from mmtrain.data.tokenizer import job_tokenizer
 from mmtrain.data.toy.shape_clips import EASY_BUCKET
@@ -29,7 +29,7 @@ class ClipPrompts:
     """The clips of a sheet: the prompts, and what the DiT reads of them in one call."""
 
     prompts: tuple[str, ...]
-    """Of each clip."""
+    """The prompt of each clip."""
     noise: Tensor
     """[N, C, F, H, W]: where each clip begins."""
     text_ids: tuple[Tensor, ...]
@@ -43,7 +43,7 @@ class ClipPrompts:
 
     @property
     def meta(self) -> IterationMeta:
-        """Of an iteration that predicts all clips once."""
+        """The metadata of an iteration that predicts all clips once."""
         return IterationMeta(microbatches=tuple(MicrobatchMeta(clips=clips) for clips in self.metas))
 
     def batch(self, clips: Sequence[Tensor]) -> Batch:
@@ -102,7 +102,7 @@ def held_out_prompts(config: Config) -> ClipPrompts:
 
 def _captions(config: Config, most: int) -> list[str]:
     """The first captions that differ, and fit `training.seq_len`."""
-    clips, found = Clips(config, config.data.validation_split), dict[str, None]()
+    clips, found = VideoSamples(config, config.data.validation_split), dict[str, None]()
     known = [count for count in clips.sources.num_samples if count is not None]
     for number in range(min([_READ * most, *(len(clips.sources.num_samples) * count for count in known)])):
         try:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mmtrain.config.config import Config
 from mmtrain.data.clips import Clip, ClipProcessor
-from mmtrain.data.packing import Limit, LoaderState
+from mmtrain.data.packing import BinLimit, LoaderState
 from mmtrain.data.sources import Sources
 from mmtrain.data.tokenizer import job_tokenizer
 from mmtrain.data.video_records import CLIPS
@@ -24,12 +24,12 @@ class ReadClip:
 
     meta: ClipMeta
     text_ids: np.ndarray
-    """[T] int64."""
+    """The token ids of the caption, [T] int64."""
     latents: Tensor
     """[C, F, H, W] float32; pixels if the job has a VAE."""
 
 
-class Clips:
+class VideoSamples:
     """`Samples` of clips; a microbatch holds up to `data.max_clips` clips of `data.max_total_seconds` in total.
 
     Raises: ConfigError: source, split or tokenizer do not exist, or the buckets do not fit the model.
@@ -44,13 +44,13 @@ class Clips:
         self._processor = ClipProcessor(job_tokenizer(config), self._geometry, data)
         self.sources = Sources(data, split, CLIPS)
         frames = most_frames(data)
-        self.limits: tuple[Limit, ...] = (
-            Limit(
+        self.limits: tuple[BinLimit, ...] = (
+            BinLimit(
                 most=frames,
                 unit="frames",
                 key=f"data.max_total_seconds = {data.max_total_seconds} s ({frames} frames)",
             ),
-            Limit(most=data.max_clips, unit="clips", key=f"data.max_clips = {data.max_clips} clips"),
+            BinLimit(most=data.max_clips, unit="clips", key=f"data.max_clips = {data.max_clips} clips"),
         )
 
     def notes(self) -> list[str]:
@@ -71,7 +71,7 @@ class Clips:
         return self._processor.truncated(measured, num_tokens)
 
     def size(self, measured: Clip) -> tuple[int, ...]:
-        """Its number of frames, and 1 clip."""
+        """The clip's number of frames, and 1 clip."""
         return self._geometry.pixels(measured.meta.bucket)[0], 1
 
     def read(self, measured: Clip, occurrence: int) -> ReadClip:

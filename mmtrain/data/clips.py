@@ -1,4 +1,4 @@
-"""From a record of a video clip to its caption's tokens, its bucket, and the latents or pixels that the model reads."""
+"""Reading a video clip: its caption's tokens, its bucket, and the latents or pixels that the model reads."""
 
 import io
 import math
@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from mmtrain.config.data import DataConfig
-from mmtrain.data.frames import Frames, array_file, open_frames
+from mmtrain.data.frames import VideoFrames, array_file, open_frames
 from mmtrain.data.media import RawVideo, check_length
 from mmtrain.data.record_keys import UnreadKeys
 from mmtrain.data.video_records import VideoRecord
@@ -27,7 +27,7 @@ class Clip:
 
     meta: ClipMeta
     text_ids: np.ndarray
-    """[T] int64."""
+    """The token ids of the caption, [T] int64."""
     frame_indices: tuple[int, ...]
     """Indices of the frames that are read; empty for latents, whose first frames are read."""
     record: VideoRecord
@@ -169,7 +169,7 @@ class ClipProcessor:
         values = frames_FHWC.astype(np.float32) / np.float32(127.5) - np.float32(1)
         return torch.from_numpy(np.ascontiguousarray(values.transpose(3, 0, 1, 2)))
 
-    def _frames(self, record: VideoRecord) -> Frames:
+    def _frames(self, record: VideoRecord) -> VideoFrames:
         return open_frames(RawVideo(file=record.video, frames=record.frames), self._data)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmtrain.data.record_keys import CALLS, SHOWN, SYSTEM, check_video_part, is_absent
-from mmtrain.data.record_parts import KINDS, Kind, Message, kind_of
+from mmtrain.data.record_parts import KINDS, ChatMessage, MediumKind, kind_of
 from mmtrain.errors import ConfigError, DataError, shown
 
 SPEAKERS = {"human": "user", "gpt": "assistant", "system": "system", "user": "user", "assistant": "assistant"}
@@ -18,8 +18,8 @@ class Form:
 
     columns: tuple[str, ...]
     """A source of this form has all of them."""
-    messages: Callable[[Any, str], Sequence[Message]]
-    """(row, where it is) -> its messages; raises DataError."""
+    messages: Callable[[Any, str], Sequence[ChatMessage]]
+    """A function that makes the messages of a row, given where it is; raises DataError."""
     one_turn: bool = False
     """Whether it is one question and its answer."""
     about_image: bool = False
@@ -32,18 +32,18 @@ class Form:
 
     @property
     def name(self) -> str:
-        """Its columns, for messages."""
+        """The columns of the form, for error messages."""
         return " with ".join(f"`{column}`" for column in self.columns) + (
             " with an image, video or sound" if self.about_image else ""
         )
 
-    def fits(self, columns: Sequence[str], kinds: Mapping[str, Kind] = KINDS) -> bool:
+    def fits(self, columns: Sequence[str], kinds: Mapping[str, MediumKind] = KINDS) -> bool:
         """Whether a row with these columns can be of this form."""
         has_image = any(column in columns for kind in kinds.values() for column in kind.columns)
         return set(self.columns) <= set(columns) and (has_image or not self.about_image)
 
 
-def conversation_form(name: str, columns: Sequence[str], kinds: Mapping[str, Kind] = KINDS) -> Form:
+def conversation_form(name: str, columns: Sequence[str], kinds: Mapping[str, MediumKind] = KINDS) -> Form:
     """The form of rows with these columns. Args: name: of the source, for errors. kinds: what records may have.
 
     Raises: ConfigError: the columns are those of no form, or of several that say different things.
@@ -87,7 +87,7 @@ def _hint(columns: Sequence[str]) -> str:
     return "; rename yours, or write them as `messages` (docs/data.md has an example of each form)"
 
 
-def row_form(row: Any, where: str, kinds: Mapping[str, Kind] = KINDS) -> Form:
+def row_form(row: Any, where: str, kinds: Mapping[str, MediumKind] = KINDS) -> Form:
     """The form of one row. Raises: DataError: it is of none, or of several that say different things."""
     if not isinstance(row, Mapping):
         raise DataError(f"{where}: it is a {type(row).__name__}; it must be an object with {_forms()}")
@@ -114,23 +114,23 @@ def _no_form(row: Mapping[str, Any], columns: Sequence[str]) -> str:
     return f"no conversation; {has}; it needs {_forms()}"
 
 
-def system_message(row: Mapping[str, Any], messages: Sequence[Message], where: str) -> Sequence[Message]:
+def system_message(row: Mapping[str, Any], messages: Sequence[ChatMessage], where: str) -> Sequence[ChatMessage]:
     """The message of a row's column `system`. Raises: DataError: it is no text, or its messages begin with another."""
     column = next((column for column in SYSTEM if not is_absent(row.get(column))), None)
     if column is None:
         return ()
-    said = _said("system", row[column], f"{where}: `{column}`")
+    message = _text_message("system", row[column], f"{where}: `{column}`")
     if messages and messages[0].get("role") == "system":
-        if messages[0].get("content") == said["content"]:
+        if messages[0].get("content") == message["content"]:
             return ()
         raise DataError(f"{where}: it has `{column}`, and its messages begin with another of the role system; keep one")
-    return (said,)
+    return (message,)
 
 
-def _turns(column: str) -> Callable[[Any, str], Sequence[Message]]:
+def _turns(column: str) -> Callable[[Any, str], Sequence[ChatMessage]]:
     """The reader of a column with a list of turns: role and content, or ShareGPT's from and value."""
 
-    def messages(row: Any, where: str) -> Sequence[Message]:
+    def messages(row: Any, where: str) -> Sequence[ChatMessage]:
         return [
             _message(turn, where)
             for turn in _list_of_structs(row, column, "role and content, or from and value", where)
@@ -139,7 +139,7 @@ def _turns(column: str) -> Callable[[Any, str], Sequence[Message]]:
     return messages
 
 
-def _message(turn: Message, where: str) -> Message:
+def _message(turn: ChatMessage, where: str) -> ChatMessage:
     """A turn as a message, without keys that are as if absent."""
     turn = {key: value for key, value in turn.items() if value is not None and not (key in SHOWN and is_absent(value))}
     speaker = turn.pop("from", None)
@@ -165,7 +165,7 @@ def _part(part: Any, where: str) -> Any:
     return part
 
 
-def _list_of_structs(row: Any, column: str, of: str, where: str) -> list[Message]:
+def _list_of_structs(row: Any, column: str, of: str, where: str) -> list[ChatMessage]:
     turns = row[column]
     if isinstance(turns, Mapping):  # the form of a list of structs in older `datasets`
         columns = list(turns.values())
@@ -176,44 +176,53 @@ def _list_of_structs(row: Any, column: str, of: str, where: str) -> list[Message
     return turns
 
 
-def _pairs(row: Any, where: str) -> Sequence[Message]:
+def _pairs(row: Any, where: str) -> Sequence[ChatMessage]:
     """The messages of `texts`, the form of The Cauldron."""
     pairs = _list_of_structs(row, "texts", "user and assistant", where)
     if not pairs:
         raise DataError(f"{where}: `texts` is empty; it needs a question with its answer")
-    return [_said(role, pair.get(role), f"{where}: `{role}` of `texts`") for pair in pairs for role in _PAIR]
+    return [_text_message(role, pair.get(role), f"{where}: `{role}` of `texts`") for pair in pairs for role in _PAIR]
 
 
 _PAIR = ("user", "assistant")
 
 
-def _question(row: Any, where: str) -> Sequence[Message]:
+def _question(row: Any, where: str) -> Sequence[ChatMessage]:
     columns = zip(_PAIR, ("question", "answer"), strict=True)
-    return [_said(role, row[column], f"{where}: `{column}`") for role, column in columns]
+    return [_text_message(role, row[column], f"{where}: `{column}`") for role, column in columns]
 
 
-def _instruction(row: Any, where: str) -> Sequence[Message]:
+def _instruction(row: Any, where: str) -> Sequence[ChatMessage]:
     """The messages of Alpaca's form: earlier turns, then the instruction with its input, and the answer."""
     turns = [] if is_absent(row.get("history")) else row["history"]
     if not isinstance(turns, list) or not all(isinstance(turn, list | tuple) and len(turn) == 2 for turn in turns):
         raise DataError(f"{where}: `history` is not a list of pairs; write a question and its answer")
     before = [
-        _said(role, text, f"{where}: `history`") for turn in turns for role, text in zip(_PAIR, turn, strict=True)
+        _text_message(role, text, f"{where}: `history`")
+        for turn in turns
+        for role, text in zip(_PAIR, turn, strict=True)
     ]
     parts = [
-        _said("user", row[column], f"{where}: `{column}`")["content"]
+        _text_message("user", row[column], f"{where}: `{column}`")["content"]
         for column in ("instruction", "input")
         if not is_absent(row.get(column))
     ]
-    return [*before, _said("user", "\n".join(parts), where), _said("assistant", row["output"], f"{where}: `output`")]
+    return [
+        *before,
+        _text_message("user", "\n".join(parts), where),
+        _text_message("assistant", row["output"], f"{where}: `output`"),
+    ]
 
 
-def _about_image(column: str) -> Callable[[Any, str], Sequence[Message]]:
+def _about_image(column: str) -> Callable[[Any, str], Sequence[ChatMessage]]:
     """The reader of a column with a text about an image, which is the answer to the image alone."""
-    return lambda row, where: [_said("user", "", where), _said("assistant", row[column], f"{where}: `{column}`")]
+    return lambda row, where: [
+        _text_message("user", "", where),
+        _text_message("assistant", row[column], f"{where}: `{column}`"),
+    ]
 
 
-def _said(role: str, text: Any, what: str) -> Message:
+def _text_message(role: str, text: Any, what: str) -> ChatMessage:
     if not isinstance(text, str):
         raise DataError(f"{what} is a {type(text).__name__}; it must be text")
     return {"role": role, "content": text}

@@ -23,8 +23,8 @@ from mmtrain.data.record_keys import (
 from mmtrain.data.record_parts import (
     KINDS,
     PARTS,
-    Kind,
-    Message,
+    ChatMessage,
+    MediumKind,
     column_values,
     num_placeholders,
     own_size,
@@ -33,12 +33,12 @@ from mmtrain.data.record_parts import (
     with_literals,
     with_own,
 )
-from mmtrain.data.sources import Make, RecordKind
+from mmtrain.data.sources import MakeRecord, RecordKind
 from mmtrain.errors import ConfigError, DataError, shown
 from mmtrain.modality.readers import readers_of_kinds
 
 
-def kinds_of(model: ModelConfig) -> Mapping[str, Kind]:
+def kinds_of(model: ModelConfig) -> Mapping[str, MediumKind]:
     """The kinds of content of a model's records: those of `KINDS`, and one for each further encoder of its own.
 
     Raises: ConfigError: the name of an encoder means something else in a record.
@@ -61,8 +61,8 @@ class Record:
     """One sample of the source, not decoded."""
 
     sample: int
-    """Its index in the source."""
-    messages: tuple[Message, ...]
+    """The index of the record in the source."""
+    messages: tuple[ChatMessage, ...]
     images: tuple[RawMedium, ...]
     """Images, and behind them videos, sounds and those of further encoders, each kind in the order of its placeholders.
     """
@@ -78,7 +78,12 @@ class Record:
 
 
 def make_record(
-    row: Any, index: int, name: str, folder: str = "", kinds: Mapping[str, Kind] = KINDS, columns: Sequence[str] = ()
+    row: Any,
+    index: int,
+    name: str,
+    folder: str = "",
+    kinds: Mapping[str, MediumKind] = KINDS,
+    columns: Sequence[str] = (),
 ) -> Record:
     """The record of a row. Args: kinds: what it may have. columns: of its source, which may not all be decoded.
 
@@ -128,7 +133,7 @@ _OPTIONAL = {column for form in FORMS for column in form.optional}
 """Columns that some forms read, and others do not."""
 
 
-def _read_columns(kinds: Mapping[str, Kind]) -> tuple[str, ...]:
+def _read_columns(kinds: Mapping[str, MediumKind]) -> tuple[str, ...]:
     """All columns that records are made of."""
     return (
         *dict.fromkeys(column for form in FORMS for column in (*form.columns, *form.optional)),
@@ -140,10 +145,10 @@ def _read_columns(kinds: Mapping[str, Kind]) -> tuple[str, ...]:
     )
 
 
-def record_kind(kinds: Mapping[str, Kind]) -> RecordKind[Record]:
+def record_kind(kinds: Mapping[str, MediumKind]) -> RecordKind[Record]:
     """Records of conversations. Args: kinds: what they may have."""
 
-    def recognise(name: str, columns: list[str]) -> Make[Record]:
+    def recognise(name: str, columns: list[str]) -> MakeRecord[Record]:
         conversation_form(name, columns, kinds)
         return lambda row, index, name, folder: make_record(row, index, name, folder, kinds, columns)
 

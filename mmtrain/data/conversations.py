@@ -10,7 +10,7 @@ from torch import Tensor
 from mmtrain.config.config import Config
 from mmtrain.data.conversation_records import kinds_of, record_kind
 from mmtrain.data.media_readers import make_readers
-from mmtrain.data.packing import Limit, LoaderState
+from mmtrain.data.packing import BinLimit, LoaderState
 from mmtrain.data.processor import Document, Processor
 from mmtrain.data.sources import Sources
 from mmtrain.data.tokenizer import job_tokenizer
@@ -38,7 +38,9 @@ class Conversations:
         self.sources = Sources(config.data, split, record_kind(kinds_of(config.model)))
         self.processor = make_processor(config)
         most = config.training.seq_len
-        self.limits: tuple[Limit, ...] = (Limit(most=most, unit="tokens", key=f"training.seq_len = {most} tokens"),)
+        self.limits: tuple[BinLimit, ...] = (
+            BinLimit(most=most, unit="tokens", key=f"training.seq_len = {most} tokens"),
+        )
 
     def notes(self) -> list[str]:
         return self.processor.renderer.unread.take()
@@ -58,7 +60,7 @@ class Conversations:
         return self.processor.truncated(measured, num_tokens)
 
     def size(self, measured: Document) -> tuple[int, ...]:
-        """Its tokens."""
+        """The number of its tokens."""
         return (measured.meta.num_tokens,)
 
     def read(self, measured: Document, occurrence: int) -> ReadDocument:

@@ -19,7 +19,7 @@ _ARRAYS = ((b"\x93NUMPY", b"PK"), (".npy", ".npz"))
 """How files of arrays begin, and how their names end."""
 
 
-class Frames(Protocol):
+class VideoFrames(Protocol):
     """The frames of one video, of which only headers are read before `read`."""
 
     num_frames: int
@@ -32,7 +32,7 @@ class Frames(Protocol):
         """The frames of some indices, ascending, in RGB. Raises: DataError: the content is corrupt."""
 
 
-def open_frames(video: RawVideo, data: DataConfig) -> Frames:
+def open_frames(video: RawVideo, data: DataConfig) -> VideoFrames:
     """The frames of a video. Args: data: limits of what is read.
 
     Raises: DataError: it cannot be opened, has no frame, or exceeds a limit.

@@ -27,7 +27,7 @@ _COLUMNS: Mapping[str, Mapping[str, str]] = {
 }
 """Formatting -> what a column says -> its name unless the entry gives another; empty: there is none."""
 _BOTH = {"system": "", "tools": "", **dict.fromkeys(_MEDIA, "")}
-"""The same of columns of both formattings."""
+"""The columns of both formattings: what a column says -> its name unless the entry gives another."""
 _TAGS = {
     "role_tag": "from",
     "content_tag": "value",
@@ -47,7 +47,7 @@ class ListedSet:
 
     file: Path
     folder: str
-    """At which relative paths start."""
+    """The folder at which relative paths start."""
     formatting: str
     columns: Mapping[str, str] = field(default_factory=dict)
     """What a column says -> its name; absent: there is none."""

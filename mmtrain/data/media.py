@@ -173,7 +173,7 @@ class RawVideo:
 
     @property
     def name(self) -> str:
-        """Its file or the folder of its frames, for errors; empty if it is in memory."""
+        """The file of the video or the folder of its frames, for errors; empty if it is in memory."""
         return self.file.path if self.file else str(Path(self.frames[0].path).parent) if self.frames[0].path else ""
 
 
@@ -233,7 +233,7 @@ class RawSound:
 
     @property
     def name(self) -> str:
-        """Its file, for errors; empty if it is in memory."""
+        """The file of the sound, for errors; empty if it is in memory."""
         return self.file.path if self.file else ""
 
 
@@ -267,7 +267,7 @@ def raw_sound(value: Any, where: str, folder: str) -> RawSound:
 
 
 MOST_CHANNELS = 256
-"""Of a sound."""
+"""The most channels of a sound."""
 
 
 def check_text(text: str, what: str) -> str:

@@ -35,7 +35,7 @@ VISION_MARKERS = ("<|vision_start|>", "<|vision_end|>")
 """Tokens around those of an image or video, as Qwen-VL was trained."""
 
 
-class Items(NamedTuple):
+class PlaceholderItems(NamedTuple):
     """What one placeholder stands for."""
 
     images: tuple[ImageMeta, ...]
@@ -62,7 +62,7 @@ class MediaReader(ABC):
         return ()
 
     @abstractmethod
-    def items(self, raw: Any, meta: ImageMeta) -> Items:
+    def items(self, raw: Any, meta: ImageMeta) -> PlaceholderItems:
         """The sizes, from the header. Args: meta: of an item without size.
 
         Raises: DataError: the header is corrupt, or there is nothing to read.
@@ -92,11 +92,11 @@ class ImageReader(MediaReader):
     def limits(self) -> Sequence[str]:
         return ("data.max_pixels",) if self.geometry.layout == "packed" else ()
 
-    def items(self, raw: RawImage, meta: ImageMeta) -> Items:
+    def items(self, raw: RawImage, meta: ImageMeta) -> PlaceholderItems:
         """The grid of patches."""
         size = header_size(raw.read(self.data.max_media_bytes), self.data.max_decoded_pixels)
         grid = self.geometry.grid(*self._size(raw, size))
-        return Items((replace(meta, grid=grid, num_tokens=self.geometry.num_tokens(grid)),))
+        return PlaceholderItems((replace(meta, grid=grid, num_tokens=self.geometry.num_tokens(grid)),))
 
     def values(self, raw: RawImage, num_items: int) -> Sequence[Tensor]:
         """The pixels."""
@@ -109,7 +109,7 @@ class ImageReader(MediaReader):
         return blank(image) if self.data.blank_images else image
 
     def _size(self, raw: RawImage, size: tuple[int, int]) -> tuple[int, int]:
-        """(height, width) that the geometry resizes: of the image, or as its record says."""
+        """The height and width that the geometry resizes: of the image, or as its record says."""
         return raw.size.resized(*size, self.geometry) if raw.size else size
 
 
@@ -121,7 +121,7 @@ class VideoReader(MediaReader):
     token: str
     module: str = "vision"
     geometry: ImageGeometry
-    """Of the encoder's images, which says the number of tokens."""
+    """The geometry of the encoder's images, which gives the number of tokens."""
     rules: VideoRules
     pixels: PixelRules
     data: DataConfig
@@ -130,7 +130,7 @@ class VideoReader(MediaReader):
     def limits(self) -> Sequence[str]:
         return "data.video_max_frames", "data.video_max_pixels"
 
-    def items(self, raw: RawVideo, meta: ImageMeta) -> Items:
+    def items(self, raw: RawVideo, meta: ImageMeta) -> PlaceholderItems:
         """The video, or each of its patches in time, and times of these."""
         frames, rules = open_frames(raw, self.data), self.rules
         fps = self._fps(raw, frames.fps)
@@ -142,7 +142,7 @@ class VideoReader(MediaReader):
         num_tokens = self.geometry.num_tokens(grid)
         meta = replace(meta, grid=grid, num_tokens=num_tokens, seconds=seconds, time_step=step)
         patches = tuple(replace(meta, frame=frame) for frame in range(len(captions)))
-        return Items(patches or (meta,), captions)
+        return PlaceholderItems(patches or (meta,), captions)
 
     def values(self, raw: RawVideo, num_items: int) -> Sequence[Tensor]:
         """The pixels of sampled frames."""
@@ -179,7 +179,7 @@ class SoundReader(MediaReader):
     rules: SoundRules
     data: DataConfig
 
-    def items(self, raw: RawSound, meta: ImageMeta) -> Items:
+    def items(self, raw: RawSound, meta: ImageMeta) -> PlaceholderItems:
         """The windows of the encoder, in time."""
         sound, rules, items = open_sound(raw, self.data.max_media_bytes), self.rules, list[ImageMeta]()
         for frame, samples in enumerate(rules.windows(rules.resampled(sound.num_samples, sound.rate))):
@@ -188,7 +188,7 @@ class SoundReader(MediaReader):
             items.append(replace(meta, frame=frame, grid=(1, 1, rows), num_tokens=tokens, sound_s=seconds))
         if not items:
             raise DataError(f"its {sound.num_samples} samples are too short for a token; leave it out")
-        return Items(tuple(items))
+        return PlaceholderItems(tuple(items))
 
     def values(self, raw: RawSound, num_items: int) -> Sequence[Tensor]:
         """The spectrogram of each window, which may be that of silence."""
@@ -206,7 +206,7 @@ class Readers:
     """Kind of content that the model does not read -> why, and what to change."""
 
     def blanked(self, *, images: bool, audio: bool) -> "Readers":
-        """The same with grey images and videos, or silent sounds, or both."""
+        """Readers that give grey images and videos, or silent sounds, or both."""
         of_kind: dict[str, Any] = {}
         for kind, reader in self.of_kind.items():
             data: DataConfig = reader.data
@@ -318,8 +318,9 @@ def image_rules(config: Config, module: str = "vision") -> tuple[ImageGeometry, 
 
 
 def image_processor(config: Config) -> tuple[str, str]:
-    """(key of the config that names it, id or folder) of the image processor of a job: that of the whole model which
-    the encoder is a part of, if it has one and data.image_processor names no other; empty: the encoder's default."""
+    """The key of the config that names it, and the id or folder, of the image processor of a job: that of the whole
+    model which the encoder is a part of, if it has one and data.image_processor names no other; empty: the encoder's
+    default."""
     encoder, whole = config.model.encoder, config.model.pretrained
     if not config.data.image_processor and whole and encoder is not None and encoder.pretrained == whole:
         key = "model.pretrained"

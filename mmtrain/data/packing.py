@@ -1,4 +1,4 @@
-"""Which samples form a step, and which of its microbatches each one goes to. Pure and deterministic.
+"""The choice of the samples of a step, and of the microbatch that each one goes to. Pure and deterministic.
 
 The samples of all epochs form one endless sequence: each epoch is a permutation of the source drawn from (seed, epoch).
 Each of several sources has such a sequence, and theirs are mixed: the source of each position is drawn from (seed,
@@ -83,12 +83,12 @@ class LoaderState:
         return cls(seed=seed, epoch=epoch, cursor=cursor, sources=sources, num_samples=num_samples)
 
 
-Size = tuple[int, ...]
+SampleSize = tuple[int, ...]
 """Size of a sample under each limit of a bin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limit:
+class BinLimit:
     """One capacity of a bin."""
 
     most: int
@@ -116,13 +116,13 @@ class StepPlan:
     dropped: tuple[Dropped, ...]
     """Samples that were left out."""
     state: LoaderState
-    """Where the next step starts."""
+    """The state of the loader at which the next step starts."""
     blank: frozenset[int] = frozenset()
     """Bins for which there is no sample: each repeats one, of which the step takes neither content nor loss."""
 
 
-class Order(Protocol):
-    """Which sample of a job's sources is at each position of the endless sequence, as a number for each sample."""
+class SampleOrder(Protocol):
+    """The sample of a job's sources at each position of the endless sequence, as a number for each sample."""
 
     num_samples: int | None
     """All samples of one epoch; None for streams. A step has at most this many."""
@@ -196,7 +196,7 @@ class EpochOrder:
             )
 
     def source(self, state: LoaderState) -> int:
-        """0: there is one."""
+        """Zero, since there is one source."""
         return 0
 
     def after(self, state: LoaderState) -> LoaderState:
@@ -294,11 +294,11 @@ _BLOCK = 1024
 
 def plan_step(
     state: LoaderState,
-    order: Order,
-    size: Callable[[int], Size | Dropped | None],
+    order: SampleOrder,
+    size: Callable[[int], SampleSize | Dropped | None],
     *,
     num_bins: int,
-    limits: tuple[Limit, ...],
+    limits: tuple[BinLimit, ...],
     num_samples: int = 0,
     may_be_short: bool = False,
     epochs: Fraction | None = None,
@@ -355,12 +355,12 @@ def plan_step(
     return StepPlan(bins=tuple(filled), dropped=tuple(dropped.values()), state=state, blank=blank)
 
 
-def _position(state: LoaderState, order: Order) -> int:
+def _position(state: LoaderState, order: SampleOrder) -> int:
     """Samples of all epochs up to a position in one source."""
     return state.epoch * (order.num_samples or 0) + state.cursor
 
 
-def step_end(state: LoaderState, order: Order, epochs: Fraction | None) -> float:
+def step_end(state: LoaderState, order: SampleOrder, epochs: Fraction | None) -> float:
     """Samples of all epochs up to the end of the epoch that the next sample is of, or of the job.
 
     Args: state: where a step starts. epochs: of the job; None: steps do not end with an epoch.
@@ -379,7 +379,7 @@ def step_end(state: LoaderState, order: Order, epochs: Fraction | None) -> float
 
 
 def _too_few(
-    split: str, bins: list[list[int]], room: list[Size], limits: tuple[Limit, ...], dropped: dict[int, Dropped]
+    split: str, bins: list[list[int]], room: list[SampleSize], limits: tuple[BinLimit, ...], dropped: dict[int, Dropped]
 ) -> DataError:
     """The error of a source that cannot fill each bin. Args: room: what remains of each bin under each limit."""
     num_bins, num_used = len(bins), len({sample for samples in bins for sample in samples})
@@ -395,13 +395,13 @@ def _too_few(
     )
 
 
-def _bin_of(size: Size, room: list[Size], *, roomiest: bool) -> int | None:
+def _bin_of(size: SampleSize, room: list[SampleSize], *, roomiest: bool) -> int | None:
     """The first bin with room for a sample, or the one with most room under the first limit; None: it fits no bin."""
     with_room = (index for index, free in enumerate(room) if _fits(size, free))
     return max(with_room, key=lambda index: room[index][0], default=None) if roomiest else next(with_room, None)
 
 
-def _fits(size: Size, room: Size) -> bool:
+def _fits(size: SampleSize, room: SampleSize) -> bool:
     return all(used <= free for used, free in zip(size, room, strict=True))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from mmtrain.data.media import RawImage, check_text, raw_image
 from mmtrain.data.record_keys import REFUSED_COLUMNS, check_columns, unread
 from mmtrain.data.record_parts import KINDS, column_values
-from mmtrain.data.sources import Make, RecordKind
+from mmtrain.data.sources import MakeRecord, RecordKind
 from mmtrain.errors import ConfigError, DataError, nearest, shown
 
 CAPTIONS = ("caption", "captions", "text", "txt")
@@ -26,11 +26,11 @@ class PairRecord:
     """One image of the source and its caption."""
 
     sample: int
-    """Its index in the source."""
+    """The index of the record in the source."""
     source: str = ""
     """Name of the source; empty if the job has one."""
     captions: tuple[str, ...]
-    """At least one; each of them alone says what is seen."""
+    """The captions, at least one; each of them alone says what is seen."""
     image: RawImage
     unread: tuple[str, ...] = ()
     """Keys of the row that are not read and not known to be harmless."""
@@ -74,7 +74,7 @@ def _captions(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _recognise(name: str, columns: list[str]) -> Make[PairRecord]:
+def _recognise(name: str, columns: list[str]) -> MakeRecord[PairRecord]:
     for what, known in (("caption", CAPTIONS), ("image", _IMAGES)):
         if not set(known) & set(columns):
             near = nearest(what, columns, cutoff=0.75)

@@ -11,7 +11,7 @@ from mmtrain.config.config import Config
 from mmtrain.data.conversations import ReadDocument, packed
 from mmtrain.data.media import check_length
 from mmtrain.data.media_readers import ImageReader, image_rules
-from mmtrain.data.packing import Limit, LoaderState
+from mmtrain.data.packing import BinLimit, LoaderState
 from mmtrain.data.pair_records import PAIRS, PairRecord
 from mmtrain.data.processor import Document
 from mmtrain.data.record_keys import UnreadKeys
@@ -34,7 +34,7 @@ class Caption(NamedTuple):
     """The tokens of a caption."""
 
     ids: np.ndarray
-    """[T] int64."""
+    """The token ids, [T] int64."""
     end: int
     """Index of the one at which the tower makes the embedding."""
     num_cut: int
@@ -82,7 +82,7 @@ class CaptionTokens:
         return Caption(ids, int(end), num_cut)
 
 
-class Pairs:
+class PairSamples:
     """`Samples` of pairs; a microbatch holds up to `data.max_pairs` of them.
 
     Raises: ConfigError: source, split, tokenizer or image processor do not exist or do not fit the model.
@@ -100,14 +100,14 @@ class Pairs:
         geometry, rules = image_rules(config)
         self._reader = ImageReader(token="", geometry=geometry, rules=rules, data=config.data)
         most = config.data.max_pairs
-        self.limits: tuple[Limit, ...] = (Limit(most=most, unit="pairs", key=f"data.max_pairs = {most} pairs"),)
+        self.limits: tuple[BinLimit, ...] = (BinLimit(most=most, unit="pairs", key=f"data.max_pairs = {most} pairs"),)
 
     def notes(self) -> list[str]:
         cut, self._cut = self._cut, []
         return self._unread.take() + cut
 
     def measured(self, sample: int, state: LoaderState) -> Document | None:
-        """Of several captions of a record one is drawn for each epoch."""
+        """The record with one of its captions, which is drawn for each epoch."""
         record = self.sources[sample]
         return None if record is None else self._document(record, state.seed, state.epoch_of(record.source))
 
@@ -122,7 +122,7 @@ class Pairs:
         raise AssertionError("captions are cut to fit")
 
     def size(self, measured: Document) -> tuple[int, ...]:
-        """1 pair."""
+        """One pair."""
         return (1,)
 
     def read(self, measured: Document, occurrence: int) -> ReadDocument:

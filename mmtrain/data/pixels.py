@@ -1,4 +1,4 @@
-"""From the bytes of an image to the input of an encoder, with Pillow and numpy only.
+"""The input of an encoder from the bytes of an image, with Pillow and numpy only.
 
 The results equal those of the Hugging Face image processors of the same encoders (tested), which need torchvision in
 some versions. The size is read from the header, without decoding.

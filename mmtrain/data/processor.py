@@ -1,4 +1,4 @@
-"""From a record to token ids, labels, and the sizes of images, videos and sounds.
+"""Token ids, labels, and the sizes of images, videos and sounds, made from a record.
 
 Only an assistant's answers and the token that ends them are targets. They are located by rendering prefixes of the
 conversation with the tokenizer's own chat template and comparing characters, so any template works whose rendering of a
@@ -22,7 +22,7 @@ from mmtrain.data.chat_renderer import ChatRenderer
 from mmtrain.data.chat_templates import Placeholder
 from mmtrain.data.conversation_records import Record
 from mmtrain.data.media import RawImage, RawMedium
-from mmtrain.data.media_readers import Items, Readers
+from mmtrain.data.media_readers import PlaceholderItems, Readers
 from mmtrain.data.record_parts import num_placeholders, placeholder
 from mmtrain.errors import DataError
 from mmtrain.modality.metadata import DocumentMeta, ImageMeta, sample_name
@@ -38,12 +38,12 @@ class Document:
 
     meta: DocumentMeta
     input_ids: np.ndarray
-    """[T] int64."""
+    """The token ids, [T] int64."""
     labels: np.ndarray
     """[T] int64: the token to predict at each position, or IGNORE_INDEX: the next one of `input_ids`, but at the end of
     an answer that the chat template does not end the token that does."""
     raw_images: tuple[RawMedium, ...]
-    """Those of `meta.of_placeholders`."""
+    """The media of `meta.of_placeholders`."""
 
 
 class Processor:
@@ -73,7 +73,7 @@ class Processor:
         self._marks = re.compile(marks or _NOTHING)
 
     def blanked(self, *, images: bool = True, audio: bool = False) -> "Processor":
-        """The same processor with every image replaced by grey of its size, or each sound by silence of its length."""
+        """This processor with every image replaced by grey of its size, or each sound by silence of its length."""
         other = copy.copy(self)
         other.readers = self.readers.blanked(images=images, audio=audio)
         return other
@@ -155,7 +155,11 @@ class Processor:
         return ids[:count], starts[:count], ends[:count]
 
     def _expanded(
-        self, text: str, spans: list[tuple[int, int]], marks: Sequence[re.Match[str]], measured: Sequence[Items]
+        self,
+        text: str,
+        spans: list[tuple[int, int]],
+        marks: Sequence[re.Match[str]],
+        measured: Sequence[PlaceholderItems],
     ) -> tuple[str, list[tuple[int, int]]]:
         """The text in which each placeholder has a token for each of its items, and the spans.
 
@@ -266,7 +270,7 @@ class Processor:
             of_kinds[kind] = iter(own)
         return [next(of_kinds[kind]) for kind in kinds]
 
-    def _measured(self, where: str, record: Record, index: int) -> Items:
+    def _measured(self, where: str, record: Record, index: int) -> PlaceholderItems:
         """The sizes of an image, video or sound of a record, from its header."""
         raw = record.images[index]
         reader = self.readers.of_kind[raw.kind]

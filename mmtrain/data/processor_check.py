@@ -34,9 +34,9 @@ class Compared:
     theirs: str
     """The class of their processor; empty: the folder has none that transformers reads."""
     num_tokens: int
-    """Of ours."""
+    """The number of our tokens."""
     difference: str
-    """Where they differ, or why they were not compared; empty: they are equal."""
+    """The difference of the two, or why they were not compared; empty: they are equal."""
 
     @property
     def is_equal(self) -> bool:
@@ -71,7 +71,7 @@ def compare_processors(config: Config) -> Compared:
 
 
 def _their_processor(config: Config) -> tuple[Any, str]:
-    """transformers' processor of the folder of the tokenizer, or of a language model its tokenizer; or None, and
+    """The processor of transformers of the folder of the tokenizer, or of a language model its tokenizer; or None, and
     why."""
     from transformers import AutoProcessor
 

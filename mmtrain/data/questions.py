@@ -17,11 +17,11 @@ import torch
 from mmtrain.config.config import Config
 from mmtrain.data.conversation_records import Record
 from mmtrain.data.conversations import Conversations, ReadDocument
-from mmtrain.data.loader import Step
+from mmtrain.data.loader import LoadedStep
 from mmtrain.data.media import RawMedium
 from mmtrain.data.packing import LoaderState
 from mmtrain.data.record_keys import is_spoken
-from mmtrain.data.record_parts import Message, kind_of, num_placeholders, placeholder, readable
+from mmtrain.data.record_parts import ChatMessage, kind_of, num_placeholders, placeholder, readable
 from mmtrain.errors import DataError
 from mmtrain.modality.metadata import DocumentMeta, IterationMeta, sample_name
 from mmtrain.models.batch import IGNORE_INDEX
@@ -29,8 +29,8 @@ from mmtrain.models.batch import IGNORE_INDEX
 THUMBNAIL = 160
 """Longest side of an image in an `Answer`, pixels."""
 
-Key = tuple[str, int]
-"""(name of the source, index of the sample in it) of a question."""
+QuestionKey = tuple[str, int]
+"""A question: the name of its source, and the index of the sample in it."""
 
 
 class Question(NamedTuple):
@@ -69,7 +69,7 @@ def question_before(record: Record, turn: int) -> Question:
     return Question(cut, text_of(record.messages[turn]).strip())
 
 
-def text_of(message: Message) -> str:
+def text_of(message: ChatMessage) -> str:
     """The text of a message; each image is `<image>`, each video `<video>`, each sound `<audio>`."""
     content = message.get("content") or ""
     parts = content if isinstance(content, list) else [content]
@@ -99,11 +99,11 @@ class _Asked:
     read: ReadDocument
     """The prompt."""
     tokens: list[int] = field(default_factory=list)
-    """Of the answer so far."""
+    """The tokens of the answer so far."""
     is_open: bool = True
 
     @property
-    def key(self) -> Key:
+    def key(self) -> QuestionKey:
         return self.question.record.source, self.question.record.sample
 
 
@@ -127,11 +127,11 @@ class Decoding:
                 f"{config.training.seq_len}; set it to 0, or change the split"
             )
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[LoadedStep]:
         while any(asked.is_open for asked in self._asked):
             yield self._batch()
 
-    def append(self, tokens: Mapping[Key, int]) -> None:
+    def append(self, tokens: Mapping[QuestionKey, int]) -> None:
         """Adds the next token of each open question to its answer."""
         for asked in self._asked:
             if asked.is_open:
@@ -211,7 +211,7 @@ class Decoding:
         document = replace(document, meta=replace(document.meta, prefix=prefix))
         return _Asked(question=question, read=self._samples.read(document, 0))
 
-    def _batch(self) -> Step:
+    def _batch(self) -> LoadedStep:
         """The open questions of this replica, each with its answer so far. One that has none left runs the text of the
         first question without a target, since ranks of other replicas may wait for its exchanges."""
         local = [asked for asked in self._asked[self._dp_rank :: self._dp_degree] if asked.is_open]
@@ -253,7 +253,7 @@ def _packed(documents: list[ReadDocument], most: int) -> list[list[ReadDocument]
 
 
 def _in_prompts(slots: torch.Tensor, documents: tuple[DocumentMeta, ...], lengths: list[int]) -> torch.Tensor:
-    """Those of the rows that are in the first tokens of their documents: a model may write an image token itself.
+    """The rows among `slots` that are in the first tokens of their documents: a model may write an image token itself.
 
     Args: lengths: of the prompt of each document.
     """

@@ -93,7 +93,7 @@ def _outer_list(path: Path) -> str:
 
 
 _MOST_OUTER_BYTES = 2**26
-"""Of a file that is decoded as a whole to say what is wrong with it."""
+"""The most bytes of a file that is decoded as a whole to say what is wrong with it."""
 
 
 def lists_of_objects(row: Any) -> list[str]:

@@ -12,7 +12,7 @@ from mmtrain.errors import DataError, one_line, shown
 
 Keys = Mapping[str, Any]
 Render = Callable[[Sequence[Keys], Sequence[Any]], str]
-"""(messages, tools) -> their text by the chat template; raises DataError."""
+"""A function that makes the text of messages and tools by the chat template; raises DataError."""
 
 SYSTEM = ("system", "system_prompt")
 """Columns with the text of a first message of the role system."""
@@ -27,7 +27,7 @@ SHOWN = ("tool_calls", "function_call", "reasoning_content", "reasoning", "think
 """Keys of a message with something that is said in addition to its content, if the chat template shows it."""
 
 CALLS = ("tool_calls", "function_call")
-"""Those of them that a message without content may have."""
+"""The keys that a message without content may have."""
 
 
 def _words(text: str) -> frozenset[str]:
@@ -82,7 +82,7 @@ _IS_HARMLESS: Mapping[str, Callable[[Any, Any], bool]] = {
     "label": lambda value, row: not isinstance(value, bool) or row.keys().isdisjoint(("messages", "conversations")),
     "objects": lambda value, row: not any(mark in str(row) for mark in ("<bbox>", "<ref-object>")),
 }
-"""(value of a key that is refused, its row or message) -> whether it changes nothing."""
+"""For each refused key, whether a value of it changes nothing, given the value and its row or message."""
 
 READ_COLUMNS = ("tools", *SYSTEM)
 REFUSED_COLUMNS = tuple(_REFUSED_COLUMNS)

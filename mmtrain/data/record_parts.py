@@ -16,7 +16,7 @@ from mmtrain.data.record_keys import SIZES, unread
 from mmtrain.errors import DataError, shown
 from mmtrain.modality.geometry import OwnSize
 
-Message = Mapping[str, Any]
+ChatMessage = Mapping[str, Any]
 """`role` and `content`: a text, or a list of parts; and what else the chat template may show."""
 
 PARTS = {
@@ -44,13 +44,13 @@ def readable(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class MediumKind:
     """One kind of content in addition to text."""
 
     columns: tuple[str, ...]
     """Columns with it: a list, or of the names in the singular also one. A row has a kind in one column at most."""
     raw: Callable[[Any, str, str, Any], RawMedium]
-    """(value of a row, where it is, folder of relative paths, row) -> what it contains or names; raises DataError."""
+    """A function (value of a row, where it is, folder of relative paths, row) -> the medium; raises DataError."""
 
 
 def _image(value: Any, where: str, folder: str, row: Any) -> RawMedium:
@@ -65,15 +65,15 @@ def _video(value: Any, where: str, folder: str, row: Any) -> RawMedium:
     return raw_video(value, where, folder, frame_rate(row.get("fps"), where.partition(" of ")[2]))
 
 
-KINDS: Mapping[str, Kind] = {
-    "image": Kind(columns=("images", "image", "jpg", "jpeg", "png", "webp"), raw=_image),
-    "video": Kind(columns=("videos", "video", "mp4"), raw=_video),
-    "audio": Kind(columns=("audios", "audio", "wav", "flac", "mp3"), raw=_sound),
+KINDS: Mapping[str, MediumKind] = {
+    "image": MediumKind(columns=("images", "image", "jpg", "jpeg", "png", "webp"), raw=_image),
+    "video": MediumKind(columns=("videos", "video", "mp4"), raw=_video),
+    "audio": MediumKind(columns=("audios", "audio", "wav", "flac", "mp3"), raw=_sound),
 }
 """Name of a kind -> where a record has it. Its placeholder in a text is <NAME>."""
 
 
-def column_values(row: Any, where: str, name: str, kind: Kind) -> list[Any]:
+def column_values(row: Any, where: str, name: str, kind: MediumKind) -> list[Any]:
     """The values of a kind in the columns of a row."""
     held = [column for column in kind.columns if row.get(column) is not None and row[column] != []]
     if len(held) > 1:
@@ -86,12 +86,12 @@ def column_values(row: Any, where: str, name: str, kind: Kind) -> list[Any]:
     return values if isinstance(values, list) else [values]
 
 
-def num_placeholders(messages: Sequence[Message], kind: str = "image") -> int:
+def num_placeholders(messages: Sequence[ChatMessage], kind: str = "image") -> int:
     """The number of items of a kind that messages show."""
     return sum(_num_placeholders(part, kind) for part in _parts(messages))
 
 
-def with_literals(messages: Sequence[Message], of_columns: Sequence[Any], kind: str) -> Sequence[Message]:
+def with_literals(messages: Sequence[ChatMessage], of_columns: Sequence[Any], kind: str) -> Sequence[ChatMessage]:
     """The messages; if all items of a kind have parts of their own, placeholders in their texts are text, as they are
     for transformers."""
     parts = [part for part in _parts(messages) if kind_of(part) == kind]
@@ -109,7 +109,9 @@ def with_literals(messages: Sequence[Message], of_columns: Sequence[Any], kind: 
     return [{**m, "content": content(m["content"])} if "content" in m else m for m in messages]
 
 
-def with_own(messages: Sequence[Message], of_columns: Sequence[Any], kind: str) -> list[tuple[Any, Mapping[str, Any]]]:
+def with_own(
+    messages: Sequence[ChatMessage], of_columns: Sequence[Any], kind: str
+) -> list[tuple[Any, Mapping[str, Any]]]:
     """A record's items of a kind in the order of their placeholders, those of its columns and those of its parts; and
     of each the part, which is empty for a placeholder in a text."""
     remaining, ordered = iter(of_columns), list[tuple[Any, Mapping[str, Any]]]()
@@ -136,7 +138,7 @@ def own_size(keys: Mapping[str, Any], where: str) -> OwnSize | None:
     return size if sizes else None
 
 
-def unread_in_parts(messages: Sequence[Message]) -> Iterator[str]:
+def unread_in_parts(messages: Sequence[ChatMessage]) -> Iterator[str]:
     """Keys of parts that are not read."""
     for part in _parts(messages):
         if isinstance(part, Mapping):
@@ -156,7 +158,7 @@ def _names(kind: str) -> tuple[str, ...]:
     return *(name for name, of in PARTS.items() if of == kind), kind, "url", "path", "value"
 
 
-def _parts(messages: Sequence[Message]) -> Iterator[Any]:
+def _parts(messages: Sequence[ChatMessage]) -> Iterator[Any]:
     """The parts of all contents; a text is one."""
     for message in messages:
         content = message.get("content")

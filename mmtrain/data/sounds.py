@@ -1,4 +1,4 @@
-"""From the bytes of a sound to the log-mel spectrogram that an encoder hears.
+"""The log-mel spectrogram that an encoder hears, from the bytes of a sound.
 
 WAV is read here; other formats by the package soundfile, if it is installed. The length follows from the header,
 without decoding. A header is not trusted: sizes in it are compared with those of the file.
@@ -45,11 +45,12 @@ class Sound(NamedTuple):
     """A sound whose header is read."""
 
     num_samples: int
-    """Of each channel."""
+    """The number of samples of each channel."""
     rate: int
     """Samples a second."""
     decode: Decode
-    """() -> [samples] float, the mean of the channels. Raises: DataError: the content is corrupt."""
+    """A function without arguments that gives the mean of the channels, [samples] float. Raises: DataError: the content
+    is corrupt."""
 
 
 def open_sound(raw: RawSound, max_bytes: int) -> Sound:
@@ -100,10 +101,10 @@ def _check_values(samples: np.ndarray) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wav:
-    """Where the samples of a WAV file are, and their form."""
+    """The position of the samples of a WAV file, and their form."""
 
     start: int
-    """Of the first sample, bytes."""
+    """The offset of the first sample, bytes."""
     num_samples: int
     rate: int
     channels: int

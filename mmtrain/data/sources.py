@@ -31,8 +31,8 @@ R_co = TypeVar("R_co", covariant=True)
 
 _END = object()
 
-Make = Callable[[Any, int, str, str], R_co]
-"""(row, its index, name of the source in errors, folder of relative paths) -> record; raises DataError."""
+MakeRecord = Callable[[Any, int, str, str], R_co]
+"""A function (row, its index, name of the source in errors, folder of relative paths) -> record; raises DataError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +41,9 @@ class RecordKind(Generic[R_co]):
 
     columns: tuple[str, ...]
     """All columns that are read; others are not decoded."""
-    recognise: Callable[[str, list[str]], Make[R_co]]
-    """(name of the source in errors, names of its columns) -> how one of its rows becomes a record; raises ConfigError
-    if records cannot be made of them."""
+    recognise: Callable[[str, list[str]], MakeRecord[R_co]]
+    """A function (name of the source in errors, names of its columns) -> how one of its rows becomes a record; raises
+    ConfigError if records cannot be made of them."""
 
 
 class Source(Protocol[R_co]):
@@ -62,7 +62,7 @@ class Source(Protocol[R_co]):
 class IndexedSource(Generic[R_co]):
     """Records of anything that has a length and rows by index."""
 
-    def __init__(self, rows: Any, make: Make[R_co], name: str, folder: str = "") -> None:
+    def __init__(self, rows: Any, make: MakeRecord[R_co], name: str, folder: str = "") -> None:
         self.num_samples: int | None = len(rows)
         self._rows, self._make, self._name, self._folder = rows, make, name, folder
 
@@ -84,7 +84,9 @@ class StreamSource(Generic[R_co]):
     A `DataError` of a stream concerns one record; after any other error its position is unknown.
     """
 
-    def __init__(self, open_at: Callable[[int], Iterator[Any]], make: Make[R_co], name: str, folder: str = "") -> None:
+    def __init__(
+        self, open_at: Callable[[int], Iterator[Any]], make: MakeRecord[R_co], name: str, folder: str = ""
+    ) -> None:
         self.num_samples: int | None = None
         self._open_at, self._make, self._name, self._folder = open_at, make, name, folder
         self._rows: Iterator[Any] | None = None
@@ -159,7 +161,7 @@ class Sources(Generic[R_co]):
             source.num_samples if part is None else len(part.indices)
             for source, part in zip(self._sources, self._parts, strict=True)
         )
-        """Of each source; None for streams."""
+        """The number of samples of each source; None for streams."""
 
     def __getitem__(self, number: int) -> R_co | None:
         """The record of a number, or None behind the end of a stream. Raises: as `Source.__getitem__`."""
@@ -169,7 +171,7 @@ class Sources(Generic[R_co]):
         return named
 
     def sample(self, number: int) -> tuple[int, str]:
-        """(index in its source, name of the source; empty if the job has one)."""
+        """The index of a sample in its source, and the name of the source; empty if the job has one."""
         index, which = divmod(number, len(self._sources))
         part = self._parts[which]
         return (index if part is None else int(part.indices[index])), self._names[which]
@@ -180,7 +182,7 @@ class PartOfSource:
     """The samples of a source that train, or those that are held out (`data.validation_part`)."""
 
     indices: np.ndarray
-    """Their indices in the source, rising."""
+    """The indices of the samples in the source, rising."""
 
     @classmethod
     def of(cls, source: Source[Any], data: DataConfig, *, held_out: bool) -> "PartOfSource | None":
@@ -221,14 +223,16 @@ _MOST_LAYOUTS = 100
 """Objects at the start of a JSON file among which one must be a record."""
 
 
-def _local(rows: JsonRows | ParquetRows, data: DataConfig, make: Make[R_co], name: str, folder: str) -> Source[R_co]:
+def _local(
+    rows: JsonRows | ParquetRows, data: DataConfig, make: MakeRecord[R_co], name: str, folder: str
+) -> Source[R_co]:
     if data.streaming:
         return StreamSource(lambda i: map(rows.__getitem__, range(i, len(rows))), make, name, folder)
     return IndexedSource(rows, make, name, folder)
 
 
-def _without_nulls(make: Make[R_co]) -> Make[R_co]:
-    """The same for rows of tables, where a struct has every key that one of them has: null stands for an absent key."""
+def _without_nulls(make: MakeRecord[R_co]) -> MakeRecord[R_co]:
+    """Records of rows of tables, where a struct has every key that one of them has: null stands for an absent key."""
     return lambda row, index, name, folder: make(
         {column: _present(value) for column, value in row.items()}, index, name, folder
     )

@@ -19,14 +19,14 @@ MOST_SAMPLES = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """Of some samples of a split."""
+    """Statistics of some samples of a split."""
 
     num_samples: int | None
-    """In the split; None: of a stream."""
+    """The samples in the split; None: it is a stream."""
     lengths: tuple[int, ...]
     """Tokens of each sample that was looked at and could be read, rising."""
     with_media: int
-    """Those of them with an image, video or sound."""
+    """The number of them with an image, video or sound."""
     unreadable: int
     """Samples that could not be read."""
     reason: str = ""

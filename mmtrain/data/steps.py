@@ -15,21 +15,21 @@ from typing import Any, Protocol, TypeVar
 
 from mmtrain.config.config import Config
 from mmtrain.config.data import DataConfig
-from mmtrain.data.clip_samples import Clips
+from mmtrain.data.clip_samples import VideoSamples
 from mmtrain.data.conversations import Conversations
 from mmtrain.data.packing import (
+    BinLimit,
     Dropped,
     EpochOrder,
-    Limit,
     LoaderState,
     MixedOrder,
-    Order,
-    Size,
+    SampleOrder,
+    SampleSize,
     StepPlan,
     bins_of_replica,
     plan_step,
 )
-from mmtrain.data.pair_samples import Pairs
+from mmtrain.data.pair_samples import PairSamples
 from mmtrain.data.sources import Sources
 from mmtrain.errors import ConfigError, DataError, TooLongError, one_line
 from mmtrain.modality.metadata import AssignmentMeta, IterationMeta, MicrobatchMeta, sample_name
@@ -41,10 +41,10 @@ from mmtrain.spec.vae_shapes import latent_scale
 M = TypeVar("M")
 """A sample whose size is known and whose images or frames are still encoded."""
 R = TypeVar("R")
-"""The same with its content decoded."""
+"""A sample with its content decoded."""
 T = TypeVar("T")
-Member = tuple[int, int, bool]
-"""Of a microbatch: a sample, how often its index occurs earlier in the step, and whether encoders read it with the
+DrawnSample = tuple[int, int, bool]
+"""A sample of a microbatch, how often its index occurs earlier in the step, and whether encoders read it with the
 microbatch before."""
 
 
@@ -53,7 +53,7 @@ class Samples(Protocol[M, R]):
 
     sources: Sources[Any]
     """The records of the split."""
-    limits: tuple[Limit, ...]
+    limits: tuple[BinLimit, ...]
     """Capacity of a microbatch."""
     text: str
     """What `training.seq_len` counts of one sample, for errors."""
@@ -77,8 +77,8 @@ class Samples(Protocol[M, R]):
     def truncated(self, measured: M, num_tokens: int) -> M:
         """The sample with its first num_tokens tokens. Raises: DataError: it cannot be truncated."""
 
-    def size(self, measured: M) -> Size:
-        """Its size under each limit."""
+    def size(self, measured: M) -> SampleSize:
+        """The size of a sample under each limit."""
 
     def read(self, measured: M, occurrence: int) -> R:
         """The sample with its content.
@@ -94,7 +94,7 @@ class Samples(Protocol[M, R]):
         """Tensors and metadata of microbatches."""
 
 
-def order_of(data: DataConfig, num_samples: Sequence[int | None], *, shuffle: bool) -> Order:
+def order_of(data: DataConfig, num_samples: Sequence[int | None], *, shuffle: bool) -> SampleOrder:
     """The order of the samples of a job. Args: num_samples: of each source; None for streams.
 
     Raises: DataError: one of several sources has no sample.
@@ -110,7 +110,7 @@ def samples_of(config: Config, split: str) -> Samples[Any, Any]:
 
     Raises: ConfigError: source, split, tokenizer or image processor do not exist or do not fit the model.
     """
-    kind = Clips if config.model.reads_clips else Pairs if config.model.reads_pairs else Conversations
+    kind = VideoSamples if config.model.reads_clips else PairSamples if config.model.reads_pairs else Conversations
     samples: Samples[Any, Any] = kind(config, split)
     return samples
 
@@ -201,7 +201,7 @@ class StepMaker:
         check_batch(batch, meta, self._vae)
         return batch, meta
 
-    def _assigned(self, plan: StepPlan) -> tuple[list[tuple[list[Member], bool]], AssignmentMeta]:
+    def _assigned(self, plan: StepPlan) -> tuple[list[tuple[list[DrawnSample], bool]], AssignmentMeta]:
         """The members of this replica's microbatches as the assigner divides them, none of which is blank."""
         assert self._assigner is not None
         start, bins = time.perf_counter(), self._with_occurrences(plan)
@@ -213,7 +213,7 @@ class StepMaker:
         meta = AssignmentMeta(digest=assignment.digest, reason=assignment.message, seconds=time.perf_counter() - start)
         return [([(*items[index], early) for index, early in members], False) for members in microbatches], meta
 
-    def _dealt(self, plan: StepPlan) -> tuple[list[tuple[list[Member], bool]], AssignmentMeta | None]:
+    def _dealt(self, plan: StepPlan) -> tuple[list[tuple[list[DrawnSample], bool]], AssignmentMeta | None]:
         """The members of this replica's bins, and whether the bin is blank."""
         bins, meta = self._with_occurrences(plan), None
         own: Iterable[int] = bins_of_replica(len(bins), self._dp_rank, self._dp_degree)
@@ -231,7 +231,7 @@ class StepMaker:
 
     @property
     def num_samples(self) -> tuple[int | None, ...]:
-        """Of each source; None for streams."""
+        """The number of samples of each source; None for streams."""
         return self._samples.sources.num_samples
 
     def forget(self) -> None:
@@ -239,11 +239,11 @@ class StepMaker:
         self._measured.clear()
 
     @property
-    def limits(self) -> tuple[Limit, ...]:
+    def limits(self) -> tuple[BinLimit, ...]:
         """Capacity of a microbatch."""
         return self._samples.limits
 
-    def first_samples(self, state: LoaderState, most: int) -> tuple[list[tuple[Any, Size]], bool]:
+    def first_samples(self, state: LoaderState, most: int) -> tuple[list[tuple[Any, SampleSize]], bool]:
         """The metadata and sizes of the first usable samples from a position, up to the end of the epoch, and whether
         these are all; read from headers and token counts alone.
 
@@ -251,7 +251,7 @@ class StepMaker:
         Raises: DataError: a sample refused by the policies.
         """
         self._start = state
-        samples: list[tuple[Any, Size]] = []
+        samples: list[tuple[Any, SampleSize]] = []
         seen: set[int] = set()
         while len(samples) < most and not self._order.ends(state):
             number = self._order.sample(state)
@@ -264,7 +264,7 @@ class StepMaker:
             state = self._order.after(state)
         return samples, len(seen) == self._order.num_samples
 
-    def size_of(self, sample: int) -> Size | Dropped | None:
+    def size_of(self, sample: int) -> SampleSize | Dropped | None:
         """Size of a sample, why it is left out, or None behind the end of a stream; keeps the measured sample.
 
         Raises: DataError: the policies refuse it.
@@ -296,7 +296,8 @@ class StepMaker:
         return sample_name(*self._samples.sources.sample(number))
 
     def _with_occurrences(self, plan: StepPlan) -> list[list[tuple[int, int]]]:
-        """(sample, how often its index occurs earlier in the step) for each bin: equal on all replicas."""
+        """The samples of each bin, with how often the index of each occurs earlier in the step; equal on all
+        replicas."""
         before: Counter[int] = Counter()
         bins = []
         for samples in plan.bins:
@@ -308,7 +309,7 @@ class StepMaker:
             bins.append(numbered)
         return bins
 
-    def _read(self, members: Sequence[Member]) -> list[tuple[Any, bool]]:
+    def _read(self, members: Sequence[DrawnSample]) -> list[tuple[Any, bool]]:
         """The members that can be decoded: their content, and whether encoders read it with the microbatch before."""
         readable = []
         for sample, occurrence, early in members:

@@ -25,7 +25,7 @@ SHIPPED = Path(__file__).resolve().parent.parent / "assets" / "tokenizer"
 """Folder of the default tokenizer, of `tokenizer.path = ""`."""
 
 SHIPPED_CAPTIONS = SHIPPED.parent / "caption_tokenizer"
-"""The same for a text-to-video job."""
+"""Folder of the default tokenizer of a text-to-video job."""
 
 VOCAB_SIZE = 448
 """Vocabulary size of the default tokenizer, with special tokens."""

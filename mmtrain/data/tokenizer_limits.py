@@ -25,17 +25,17 @@ class _Limited:
     """Comes before the class of a tokenizer."""
 
     def apply_chat_template(self, *args: Any, **options: Any) -> Any:
-        """As of the class. Raises: ConfigError: the template does not end in time."""
+        """Renders as the class does. Raises: ConfigError: the template does not end in time."""
         with time_limit(f"the chat template of {self.name_or_path!r}"):  # type: ignore[attr-defined]
             return super().apply_chat_template(*args, **options)  # type: ignore[misc]
 
     def __call__(self, text: Any, *args: Any, **options: Any) -> Any:
-        """As of the class. Raises: DataError: the library gives up on the text."""
+        """Tokenizes as the class does. Raises: DataError: the library gives up on the text."""
         with _converted(text):
             return super().__call__(text, *args, **options)  # type: ignore[misc]
 
     def decode(self, tokens: Any, *args: Any, **options: Any) -> Any:
-        """As of the class. Raises: DataError: the library gives up on the tokens."""
+        """Decodes as the class does. Raises: DataError: the library gives up on the tokens."""
         with _converted(tokens):
             return super().decode(tokens, *args, **options)  # type: ignore[misc]
 

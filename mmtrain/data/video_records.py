@@ -12,7 +12,7 @@ from typing import Any
 
 from mmtrain.data.media import RawImage, check_text, folder_frames, frame_rate, raw_image, resolved
 from mmtrain.data.record_keys import REFUSED_COLUMNS, check_columns, unread
-from mmtrain.data.sources import Make, RecordKind
+from mmtrain.data.sources import MakeRecord, RecordKind
 from mmtrain.errors import ConfigError, DataError, nearest, shown
 
 CONTENTS = ("frames", "latents", "video")
@@ -26,7 +26,7 @@ class VideoRecord:
     """One clip of the source: frames, or latents, or a video file."""
 
     sample: int
-    """Its index in the source."""
+    """The index of the record in the source."""
     source: str = ""
     """Name of the source; empty if the job has one."""
     caption: str
@@ -86,7 +86,7 @@ def _frames(value: Any, where: str, folder: str) -> tuple[RawImage, ...]:
     return tuple(raw_image(frame, f"frame {i} of {where}", folder) for i, frame in enumerate(value))
 
 
-def _recognise(name: str, columns: list[str]) -> Make[VideoRecord]:
+def _recognise(name: str, columns: list[str]) -> MakeRecord[VideoRecord]:
     if "caption" not in columns:
         near = nearest("caption", columns, cutoff=0.75)
         hint = f"; did you mean {near[0]!r}? rename it" if near else ""

@@ -45,14 +45,14 @@ FAMILIES: tuple[Family, ...] = (
     autoencoder_kl.FAMILY,
     autoencoder_kl_wan.FAMILY,
 )
-"""In the order in which messages name them."""
+"""The families in the order in which messages name them."""
 
 ENCODERS: Mapping[str, Encoder] = {name: value for family in FAMILIES for name, value in family.encoders.items()}
 LANGUAGES: Mapping[str, Language] = {name: value for family in FAMILIES for name, value in family.languages.items()}
 DITS: Mapping[str, Network] = {name: value for family in FAMILIES for name, value in family.dits.items()}
 VAES: Mapping[str, Vae] = {name: value for family in FAMILIES for name, value in family.vaes.items()}
 COMPOSITES: Mapping[str, Composite] = {name: value for family in FAMILIES for name, value in family.composites.items()}
-"""By the `model_type` of the whole model."""
+"""The whole models by their `model_type`."""
 NETWORKS: Mapping[str, Network] = {name: value for family in FAMILIES for name, value in family.networks.items()}
 TABLES: Mapping[str, TensorTable] = {name: value.table for name, value in NETWORKS.items() if value.table is not None}
 PROJECTORS: Mapping[str, ProjectorKind] = {

@@ -19,7 +19,7 @@ class Part:
     older: str = ""
     """Key of a config that counts instead where older files have it."""
     model_type: str = ""
-    """Of a config that names none."""
+    """The `model_type` of a config that names none."""
     shared: tuple[str, ...] = ()
     """Switches that are on for the part if they are on for the whole model."""
     decided: Mapping[str, Any] = field(default_factory=dict)
@@ -27,13 +27,13 @@ class Part:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Keys that the class of the whole model does not read, with the values of what it does."""
     spellings: tuple[Spelling, ...]
-    """Its names in stored weights; the first one that occurs counts."""
+    """The names of the part in stored weights; the first one that occurs counts."""
     written: int = 0
-    """Which of them an export of a part from elsewhere has."""
+    """The index of the spelling that an export of a part from elsewhere has."""
     newer: tuple[int, ...] = ()
-    """Which of them transformers 5 alone reads; an export of such a part has that `written`."""
+    """The indices of the spellings that transformers 5 alone reads; an export of such a part has that `written`."""
     in_class: int
-    """Which of them the class of the whole model has."""
+    """The index of the spelling that the class of the whole model has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +49,9 @@ class Composite:
     languages: tuple[str, ...]
     """Families of language models that it can have."""
     projector: str = ""
-    """Its kind of projector; two towers have none."""
+    """The kind of projector; two towers have none."""
     loss: str = ""
-    """Of two towers: the loss of their pairs."""
+    """The loss of the pairs of two towers; others have none."""
     scalar: tuple[int, ...] = (1,)
     """Shape of each parameter of that loss in stored weights."""
     final_norm: bool = False

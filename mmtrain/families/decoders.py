@@ -16,7 +16,7 @@ TABLE = TensorTable(
 WITH_HEAD_NORMS = replace(
     TABLE, block={**TABLE.block, "self_attn.q_norm": "norm_heads", "self_attn.k_norm": "norm_heads"}
 )
-"""That of a model whose queries and keys have norms of each head."""
+"""The table of a model whose queries and keys have norms of each head."""
 
 DECODER = Language(
     defaults={

@@ -20,7 +20,7 @@ HALF: Colours = (0.5, 0.5, 0.5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Images:
+class ImageDefaults:
     """What the image processor of an encoder does by default."""
 
     layout: Literal["native", "filled", "fixed", "cropped"]
@@ -66,10 +66,10 @@ class Network:
     dropout: tuple[str, ...] = ()
     """Keys that must be 0: see `config_values`."""
     spellings: tuple[Spelling, ...] = ()
-    """Its names in stored weights where it is a part of a larger model; the first one that occurs counts. Where each
-    module of a whole model takes its own part, see `Composite`."""
+    """The names of the network in stored weights where it is a part of a larger model; the first one that occurs
+    counts. Where each module of a whole model takes its own part, see `Composite`."""
     embeds: str = ""
-    """Of a tower: the part of its class that makes the embedding, which stored weights may lack."""
+    """The part of a tower's class that makes the embedding, which stored weights may lack."""
     table: TensorTable | None = None
     """How tensor parallelism divides its layers; None: it is not divided."""
 
@@ -91,17 +91,17 @@ class Encoder(Network):
     merger makes), window and full (the side of its attention windows in pixels, and the blocks without), taps (blocks
     whose outputs its own merger reads in addition)."""
     shape: Callable[[Mapping[str, Any], str, int], VisionShape]
-    """(complete config, name of the section in errors, spatial merge of the projector) -> its sizes."""
+    """A function (complete config, name of the section in errors, spatial merge of the projector) -> sizes."""
     pooling: str = ""
     """How it makes one embedding of an image, as `VisionShape` has it; empty: it is no tower."""
     embedding: str = ""
-    """Its key with the width of that."""
+    """The key of its config with the width of its embedding."""
     pools: str = ""
-    """Its key that says whether it has the modules that make it; empty: it always has."""
-    images: Images | None = None
-    """None: it hears."""
+    """The key that says whether it has the modules that make the embedding; empty: it always has."""
+    images: ImageDefaults | None = None
+    """Defaults of the images that it reads; None: it reads sound."""
     videos: Videos | None = None
-    """None: it reads none."""
+    """How it reads videos; None: it reads none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,11 +118,11 @@ class Language(Network):
     sliding_window: int = 0
     """Default of the key `sliding_window` where a number alone turns windows on, in tokens."""
     embedding: str = ""
-    """Of a tower, which makes an embedding of each text: its key with the width of that; empty: it predicts tokens."""
+    """The key with the width of the embedding that a tower makes of each text; empty: it predicts tokens."""
     embedding_bias: bool = False
     """Whether the projection to the embedding has a bias."""
     bidirectional: bool = False
-    """Of a tower: whether tokens see all of their text, and texts are padded to one length."""
+    """Whether the tokens of a tower see all of their text, and texts are padded to one length."""
 
     @property
     def position_axes(self) -> int:
@@ -143,7 +143,7 @@ class Family:
     """A model family; keys are values of `model_type`."""
 
     name: str
-    """Of its folder."""
+    """The name of its folder."""
     encoders: Mapping[str, Encoder] = field(default_factory=dict)
     languages: Mapping[str, Language] = field(default_factory=dict)
     dits: Mapping[str, Network] = field(default_factory=dict)

@@ -7,14 +7,14 @@ from typing import Any
 from mmtrain.errors import ConfigError
 from mmtrain.families.composite import Composite, Part, removed
 from mmtrain.families.decoders import DECODER, WINDOWS
-from mmtrain.families.family import CLIP_MEAN, CLIP_STD, Images
+from mmtrain.families.family import CLIP_MEAN, CLIP_STD, ImageDefaults
 from mmtrain.families.shapes import VisionShape, check_divides, single_size
 from mmtrain.families.tensor_table import Style, TensorTable, block_styles, two_linears
 
 SIZES = {"width": "hidden_size", "depth": "depth", "heads": "num_heads", "mlp": "intermediate_size"}
 ALIASES = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}
 
-IMAGES = Images(
+IMAGES = ImageDefaults(
     layout="native",
     processor="Qwen2VLImageProcessor",
     mean=CLIP_MEAN,

@@ -33,4 +33,4 @@ OWN: Mapping[str, ProjectorKind] = {
     ),
     "native": ProjectorKind(norm="encoder", inner="merged"),
 }
-"""Those of no family: ours, and the merger of an encoder."""
+"""The projectors of no family: ours, and the merger of an encoder."""

@@ -46,7 +46,7 @@ class VisionShape:
     num_positions: int = 0
     """Learned positions in a square, which are resized to the grid of each image; 0: there are none."""
     positions_per_row: int = 1
-    """Those of them whose weighted sum is added to a row; 1: they are resized before."""
+    """The number of stored positions whose weighted sum is added to a row; 1: they are resized before."""
     rms_norm: bool = False
     """Whether norms are RMSNorms."""
     patch_size: int
@@ -71,13 +71,13 @@ class VisionShape:
     one_row: bool = False
     """Whether an image is one row of patches, which are merged only along it: audio over time."""
     max_rows: int = 0
-    """Of sound: rows of the longest clip, each of which has a position of its own."""
+    """The rows of the longest sound, each of which has a position of its own."""
     pool: int = 1
     """Rows whose mean is one feature, before the final norm; the rows behind the last feature of a clip make none."""
     window: int = 0
     """Side of the attention windows in merged tokens; 0: the encoder has none."""
     full_blocks: tuple[int, ...] = ()
-    """With windows: blocks whose attention covers the whole frame."""
+    """The blocks whose attention covers the whole frame, where others have windows."""
     native_merge: int = 0
     """Spatial merge of the encoder's own merger; 0 if it has none."""
     native_width: int = 0
@@ -114,12 +114,13 @@ class VisionShape:
 
     @property
     def mel_bins(self) -> int:
-        """Of sound: rows of its spectrogram."""
+        """The rows of a sound's spectrogram."""
         return self.patch_dim // (ROW_FRAMES if self.packed else 2)
 
     @property
     def first_convolutions(self) -> int:
-        """Of sound: outputs of the first convolution that are computed for one row. Those of packed rows overlap."""
+        """The outputs of the first convolution that are computed for one row of a sound. Those of packed rows
+        overlap."""
         return 3 if self.packed else 2
 
     @property

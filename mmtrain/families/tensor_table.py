@@ -1,4 +1,4 @@
-"""Which layer of a family is divided how: the table of tensor parallelism.
+"""The table of tensor parallelism: how each layer of a family is divided.
 
 Module names are those of Hugging Face and diffusers, so a table is checked against the module that it is applied to:
 every name in it must exist, and every parameter must be named by it.
@@ -56,7 +56,7 @@ class TensorTable:
     blocks: str
     """Name of the list of blocks."""
     block: Styles
-    """Of every block whose kind has no table of its own."""
+    """The styles of every block whose kind has no table of its own."""
     kinds: Mapping[str, Styles] = field(default_factory=dict)
     """Kind of a block, as of `block_kind` of a shape -> its table."""
     heads: tuple[str, ...] = ()
@@ -69,7 +69,7 @@ class TensorTable:
     merger: Styles = field(default_factory=dict)
     """The family's own projector."""
     tap_merger: Styles = field(default_factory=dict)
-    """That of one tap, whose number stands for {}."""
+    """The styles of the merger of one tap, whose number stands for {}."""
 
     def of_kind(self, kind: str) -> Styles:
         """The table of a block of some kind."""

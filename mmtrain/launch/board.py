@@ -1,4 +1,5 @@
-"""Where the ranks of one node leave notes for each other: the node's own store, or files of a folder. Pure."""
+"""The board on which the ranks of one node leave notes for each other: the node's own store, or files of a folder.
+Pure."""
 
 import os
 import threading

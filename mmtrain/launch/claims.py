@@ -1,4 +1,5 @@
-"""Which nodes of an elastic job may write into its run folder: one membership a generation, the newest alone. Pure.
+"""The claims by which one membership a generation, the newest alone, may write into the run folder of an elastic job.
+Pure.
 
 A membership service that hears two groups of nodes at different times, since their processes get no time on a loaded
 machine, may give each a round of its own. Each then takes itself for the next generation. The folder, which they share,
@@ -14,7 +15,7 @@ _PREFIX = ".generation-"
 
 
 class Claim:
-    """Of a generation, made in the run folder."""
+    """The claim of a generation, made in the run folder."""
 
     def __init__(self, folder: Path, job: str, generation: int, members: str) -> None:
         """Args: folder: made if it is absent. job: its name, of letters and digits. members: digest of the membership.

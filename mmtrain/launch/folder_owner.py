@@ -42,7 +42,7 @@ class Ownership:
     """What becomes of the folder at the end."""
 
     stays: bool = False
-    """It stays the job's, another process of which takes it over: a job whose ranks change has no one owner."""
+    """Whether it stays the job's, of which another process takes it over: a job whose ranks change has no one owner."""
 
 
 @contextmanager
@@ -214,7 +214,7 @@ def _boot() -> str:
 
 
 def _time_of(path: Path) -> int:
-    """When the file was touched, by the clock of the file server. Opening it makes NFS ask the server."""
+    """The time at which the file was touched, by the clock of the file server. Opening it makes NFS ask the server."""
     try:
         with open(path, "rb") as file:
             return os.fstat(file.fileno()).st_mtime_ns

@@ -25,13 +25,13 @@ _MOST_BYTES = 2**23
 
 
 @dataclass(slots=True)
-class _Entry:
+class _NodeEntry:
     """What a hub knows of a node."""
 
     heard_s: float
     was_heard: bool = False
     is_member: bool = False
-    said: Node | None = None
+    request: Node | None = None
     """What it asked in the present round."""
 
 
@@ -41,7 +41,7 @@ class Hub:
     def __init__(self, silent_s: float, start_s: float = START_S) -> None:
         """Args: silent_s: after which a node without a beat is left out. start_s: see `START_S`."""
         self._silent_s, self._start_s = silent_s, start_s
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _NodeEntry] = {}
         self.last_round: tuple[Node, ...] = ()
         """What the nodes of the last complete round said."""
 
@@ -49,7 +49,7 @@ class Hub:
         """The processes of a node start. Raises: ConfigError: the name is in use."""
         if name in self._entries:
             raise ConfigError(f"two nodes have the name {name!r}; each start of a node has a name of its own")
-        self._entries[name] = _Entry(now_s)
+        self._entries[name] = _NodeEntry(now_s)
 
     def hear(self, name: str, now_s: float) -> None:
         """A node gave a sign of life."""
@@ -59,7 +59,7 @@ class Hub:
     def ask(self, node: Node, now_s: float) -> None:
         """A node asks for the next round."""
         self.hear(node.name, now_s)
-        self._entries[node.name].said = node
+        self._entries[node.name].request = node
 
     def lose(self, name: str) -> None:
         """A node has ended, for whatever reason; it may be unknown."""
@@ -80,13 +80,13 @@ class Hub:
             else:
                 entry.is_member = False
         awaited = [entry for entry in live.values() if entry.is_member] or list(live.values())
-        if not awaited or any(entry.said is None for entry in awaited):
+        if not awaited or any(entry.request is None for entry in awaited):
             return None
         asked = []
         for _, entry in sorted(live.items()):
-            if entry.said is not None:
-                asked.append(entry.said)
-                entry.said, entry.is_member = None, True
+            if entry.request is not None:
+                asked.append(entry.request)
+                entry.request, entry.is_member = None, True
         self.last_round = tuple(asked)
         return self.last_round
 
@@ -101,7 +101,7 @@ class HubPipes:
 
     @property
     def pipes(self) -> list[Connection]:
-        """Those of nodes that have not ended: wait for them, then call `serve`."""
+        """The pipes of nodes that have not ended: wait for them, then call `serve`."""
         return list(self._pipes.values())
 
     @property

@@ -1,4 +1,4 @@
-"""Which process of a job this one is, by the variables that its launcher sets: RANK, WORLD_SIZE and so on. Pure."""
+"""The rank of this process in its job, by the variables that its launcher sets: RANK, WORLD_SIZE and so on. Pure."""
 
 import os
 import socket
@@ -29,7 +29,7 @@ class Launched:
     world_size: int
     local_rank: int
     local_world_size: int | None
-    """None: the launcher does not say it."""
+    """The processes of this machine; None: the launcher does not say."""
 
     @classmethod
     def from_environment(cls, variables: Mapping[str, str] = os.environ) -> "Launched":

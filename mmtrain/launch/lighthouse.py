@@ -103,9 +103,9 @@ class LighthouseSource:
         self._client: Any = None
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._came_s: float | None = None
-        """When the first of the present series of heartbeats arrived; None: the last one did not."""
+        """The time at which the first of the present series of heartbeats arrived; None: the last one did not."""
         self._lost_s, self._reason = time.monotonic(), "it has not heard this node for long enough"
-        """When the first of a series of heartbeats did not arrive, and why the last one did not."""
+        """The time at which the first of a series of heartbeats did not arrive, and why the last one did not."""
 
     def ask(self, node: Node) -> tuple[Node, ...]:
         """What all nodes of this round said; blocks until each live one has.
@@ -141,7 +141,7 @@ class LighthouseSource:
         self._closed.set()
 
     def _round(self, node: Node) -> tuple[Node, ...]:
-        """As `ask`, once."""
+        """The nodes of one round, asked once."""
         if not self._is_known():
             raise self._gone(self._reason)
         found: list[Any] = []

@@ -1,7 +1,7 @@
 """A rank's part in the membership of its job: which nodes there are, asked anew in each step. Pure.
 
-Local rank 0 of a node asks for all of its ranks. It writes each membership that its node takes up into a log on the
-node's board, and after each unchanged round the step. All ranks of the node read the log in order, so all take up the
+Local rank 0 of a node asks for all of its ranks. It writes each membership that its node adopts into a log on the
+node's board, and after each unchanged round the step. All ranks of the node read the log in order, so all adopt the
 same memberships.
 
 Why the rounds of all nodes match. A node has at most one ask outstanding, and takes its answer before it asks again: a
@@ -44,9 +44,9 @@ logger = logging.getLogger("mmtrain")
 T = TypeVar("T")
 
 _PAUSE_S = 0.0005, 0.02
-"""Between two looks at the board: the first pause, and the longest."""
+"""The first and the longest pause between two reads of the board, seconds."""
 _AGAIN_S = 0.1
-"""Between two asks of a service that does not answer."""
+"""The pause between two requests to a service that does not answer, seconds."""
 
 
 def beat_s(silent_s: float) -> float:
@@ -55,8 +55,8 @@ def beat_s(silent_s: float) -> float:
     return min(silent_s / 4, 1.0)
 
 
-class Source(Protocol):
-    """Where nodes ask in rounds."""
+class RoundSource(Protocol):
+    """A service that nodes ask in rounds."""
 
     def ask(self, node: Node) -> tuple[Node, ...]:
         """What all nodes of this round said, this one included: the same to each. Blocks until every live node asked.
@@ -78,7 +78,9 @@ class Member:
     a time; `left` and `mark_leaving` may be called from anywhere.
     """
 
-    def __init__(self, node: Node, *, local_rank: int, board: Board, source: Source | None, silent_s: float) -> None:
+    def __init__(
+        self, node: Node, *, local_rank: int, board: Board, source: RoundSource | None, silent_s: float
+    ) -> None:
         """Args:
         node: the facts, the same on all of its ranks.
         board: of this start of the node alone.
@@ -88,17 +90,17 @@ class Member:
         assert (source is not None) == (local_rank == 0), "local rank 0 asks for its node"
         self.name, self.ranks, self.local_rank = node.name, node.ranks, local_rank
         self.membership: Membership | None = None
-        """The one that this rank took up last."""
+        """The membership that this rank adopted last."""
         self._board = board
         self._speaker = None if source is None else _Speaker(node, board, source, silent_s)
         self._index = 0
         self._hung_up: set[int] = set()
         self._hang_up_lock = threading.Lock()
-        self._leaving, self._told_leaving = False, False
+        self._leaving, self._announced_leaving = False, False
 
     @property
     def generation(self) -> int:
-        """Of the membership that this rank took up last; 0: none."""
+        """The generation of the membership that this rank adopted last; 0: none."""
         return 0 if self.membership is None else self.membership.generation
 
     def first(self) -> Membership:
@@ -109,28 +111,28 @@ class Member:
         self._board.set(_ready_key(self.local_rank), "")
         if self._speaker is not None:
             self._speaker.join()
-        return self._taken_up(self._wait_for(self._next_entry))
+        return self._adopted(self._wait_for(self._next_entry))
 
     def begin_step(self, step: int) -> None:
         """Asks for the membership after a step, in a thread. Args: step: its number."""
-        self._tell_leaving()
+        self._announce_leaving()
         if self._speaker is not None:
             self._speaker.ask_during(step)
 
     def end_step(self, step: int) -> Membership | None:
-        """The membership to take up after a step; None: nothing has changed. Blocks until every live node has begun
+        """The membership to adopt after a step; None: nothing has changed. Blocks until every live node has begun
         the step, or has failed.
 
         Raises: ConfigError: nodes do not fit, or the answer is malformed. RankLostError: local rank 0 has ended.
         """
-        self._tell_leaving()
+        self._announce_leaving()
         if self._speaker is not None:
             self._speaker.settle()
         answer = self._wait_for(partial(self._answer_after, step))
-        return None if answer.membership is None else self._taken_up(answer.membership)
+        return None if answer.membership is None else self._adopted(answer.membership)
 
     def next(self) -> Membership:
-        """The membership to take up now, since this rank cannot go on in the present one, which it has left.
+        """The membership to adopt now, since this rank cannot go on in the present one, which it has left.
 
         Raises:
             RankLostError: other ranks of this node have not hung up, or local rank 0 has ended, so that the node has
@@ -138,13 +140,13 @@ class Member:
             ConfigError: nodes do not fit, or the answer is malformed.
         """
         while True:
-            self._tell_leaving()
+            self._announce_leaving()
             self.left()
             if self._speaker is not None:
                 self._speaker.settle()
                 if not self._board.check([_entry_key(self._index)]):
                     self._speaker.ask_anew(self.generation)
-            self._take_up(self._wait_for(self._next_entry))
+            self._adopt(self._wait_for(self._next_entry))
             if not self._is_over():
                 assert self.membership is not None
                 return self.membership
@@ -152,7 +154,7 @@ class Member:
     def left(self, generation: int | None = None) -> None:
         """Says that this rank has hung up all connections of a generation: nobody can wait for it there any more.
 
-        Args: generation: None: the one that this rank took up last.
+        Args: generation: None: the one that this rank adopted last.
         """
         number = self.generation if generation is None else generation
         with self._hang_up_lock:
@@ -176,17 +178,17 @@ class Member:
         if self._speaker is not None:
             self._speaker.close()
 
-    def _tell_leaving(self) -> None:
-        if self._leaving and not self._told_leaving:
-            self._told_leaving = True
+    def _announce_leaving(self) -> None:
+        if self._leaving and not self._announced_leaving:
+            self._announced_leaving = True
             self._board.set(_LEAVING, "")
 
-    def _taken_up(self, membership: Membership) -> Membership:
+    def _adopted(self, membership: Membership) -> Membership:
         """The membership, or a later one if another rank of this node has left it already."""
-        self._take_up(membership)
+        self._adopt(membership)
         return self.next() if self._is_over() else membership
 
-    def _take_up(self, membership: Membership) -> None:
+    def _adopt(self, membership: Membership) -> None:
         self.membership = membership
         self._index += 1
 
@@ -223,7 +225,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """Of a round."""
+    """The answer to a round."""
 
     membership: Membership | None
     """The next one; None: the present one stays."""
@@ -232,11 +234,11 @@ class _Answer:
 class _Speaker:
     """What local rank 0 does for its node: it asks, beats, and writes the board."""
 
-    def __init__(self, node: Node, board: Board, source: Source, silent_s: float) -> None:
+    def __init__(self, node: Node, board: Board, source: RoundSource, silent_s: float) -> None:
         self.step: int | None = node.step
         self._node, self._board, self._source, self._silent_s = node, board, source, silent_s
         self._length = 0
-        """Of the log."""
+        """The length of the log."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._closed, self._settles, self._has_warned = threading.Event(), threading.Event(), False
@@ -298,7 +300,7 @@ class _Speaker:
             self._error = error
 
     def _ask(self, step: int | None, *, anew: bool = False) -> None:
-        """Asks once, and writes the answer on the board. Args: step: after which a change is taken up; None: now."""
+        """Asks once, and writes the answer on the board. Args: step: after which a change is adopted; None: now."""
         leaving = self._board.check([_LEAVING])
         node = replace(self._node, step=self.step, leaving=leaving, anew=anew)
         asked = self._source.ask(node)
@@ -362,7 +364,7 @@ def _entry(step: int | None, membership: Membership) -> str:
 
 
 def _read_entry(text: bytes) -> tuple[int | None, Membership]:
-    """After which step an entry of the log is taken up (None: at once), and the membership. Raises: ConfigError."""
+    """The step after which an entry of the log is adopted (None: at once), and the membership. Raises: ConfigError."""
     where = "log of this node's memberships"
     values = read_object(text, where, {"after", "membership"})
     after, membership = values["after"], values["membership"]

@@ -1,8 +1,8 @@
-"""Which nodes a job has: a value that every node computes alike from what all of them said in one round. Pure.
+"""The nodes that a job has: a value that every node computes alike from what all of them said in one round. Pure.
 
 A node is a group of ranks that live and die together. In a round each live node says a `Node`, and all get the same
 nodes back, so `next_membership` of them needs neither a leader nor a second message. It looks at nothing but the
-round: each node says the generation that it took up, and a digest of the members of that generation, because a node
+round: each node says the generation that it adopted, and a digest of the members of that generation, because a node
 that was cut off may have counted the same number with other members.
 """
 
@@ -34,23 +34,24 @@ class Node:
     """What a node says of itself in a round."""
 
     name: str
-    """Of this start of its ranks, different at each start; the order of nodes follows it."""
+    """The name of this start of the node's ranks, different at each start; the order of nodes follows it."""
     ranks: int
     """Number of its ranks, the same on all nodes of a job."""
     store: str
-    """Where the ranks of a generation meet if this node is the first: `tcp://host:port`, or `file:///folder`."""
+    """The store in which the ranks of a generation meet if this node is the first: `tcp://host:port`, or
+    `file:///folder`."""
     digest: str
-    """Of what all nodes must share, as `make_digest` writes it."""
+    """The digest of what all nodes must share, as `make_digest` writes it."""
     generation: int = 0
-    """The last one that it took up; 0: none."""
+    """The last generation that it adopted; 0: none."""
     members: str = ""
     """Digest of the members of that generation, as `members_digest` makes it."""
     anew: bool = False
-    """It cannot go on in its generation."""
+    """Whether it cannot continue in its generation."""
     step: int | None = None
     """Number of steps of the state that it holds; None: it holds none."""
     leaving: bool = False
-    """It was told to end."""
+    """Whether it was asked to end."""
 
     def __post_init__(self) -> None:
         """Raises: ConfigError: a value breaks a rule."""
@@ -64,7 +65,7 @@ class Membership:
     generation: int
     """Number of this membership, at least 1; grows with each change."""
     nodes: tuple[Node, ...]
-    """In the order of their names."""
+    """The nodes in the order of their names."""
 
     def __post_init__(self) -> None:
         """Raises: ConfigError: no generation or nodes, or these are not in the order of different names."""
@@ -77,12 +78,12 @@ class Membership:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the nodes, in order."""
+        """The names of the nodes, in order."""
         return tuple(node.name for node in self.nodes)
 
     @property
     def num_ranks(self) -> int:
-        """Of all nodes, used or not."""
+        """The ranks of all nodes, used or not."""
         return sum(node.ranks for node in self.nodes)
 
     def first_rank(self, name: str) -> int:
@@ -106,7 +107,7 @@ class Membership:
 def next_membership(asked: Sequence[Node]) -> Membership:
     """The membership after a round.
 
-    Its generation is that of the nodes if all of them took up this one, with these members that stay, and can go on in
+    Its generation is that of the nodes if all of them adopted this one, with these members that stay, and can go on in
     it; else the next one.
 
     Args: asked: what all nodes of the round said, in any order.

@@ -20,7 +20,7 @@ STOPS = (signal.SIGINT, signal.SIGTERM)
 """Signals that end a job."""
 
 _QUIET_TRACKER = "ignore:resource_tracker:UserWarning"
-"""For PYTHONWARNINGS: no warning about the semaphores of a killed process, which are removed anyway."""
+"""The value of PYTHONWARNINGS without a warning about the semaphores of a killed process, which are removed anyway."""
 
 _PR_SET_PDEATHSIG = 1
 

@@ -12,7 +12,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.number = 0
-        """Of the newest signal; 0: none came."""
+        """The number of the newest signal; 0: none came."""
         self.notice = ""
         """A line that the first SIGINT prints; empty on all ranks but one."""
         self._before: dict[int, Any] = {}

@@ -60,7 +60,7 @@ class Modality(ABC):
     required: ClassVar[bool] = False
     """Whether every microbatch needs at least one unit."""
     counts: ClassVar[Mapping[str, str]] = {}
-    """Name of each count of `owed` -> the field of `WorkSize` that has it."""
+    """The field of `WorkSize` that has each count of `unit_counts`, by the name of the count."""
 
     @abstractmethod
     def units(self, microbatch: MicrobatchMeta) -> Units:
@@ -82,11 +82,11 @@ class Modality(ABC):
         """The function that gives the FLOPs of a unit in a module."""
 
     @abstractmethod
-    def owed(self, units: Sequence[Unit]) -> dict[str, int]:
-        """Name -> count that the works of some units must have in total."""
+    def unit_counts(self, units: Sequence[Unit]) -> dict[str, int]:
+        """The counts, by name, that the works of some units must have in total."""
 
-    def paid(self, size: WorkSize) -> dict[str, int]:
-        """Name -> count of one work, with the names of `owed`."""
+    def work_counts(self, size: WorkSize) -> dict[str, int]:
+        """The counts of one work, with the names of `unit_counts`."""
         return {name: getattr(size, field) for name, field in self.counts.items()}
 
     def readers(self, module: ModuleSpec) -> tuple[int, ...]:
@@ -119,7 +119,7 @@ def forward_rates(module: ModuleSpec) -> Rates:
 
 
 def first_of(works: dict[int, WorkItem], count: Callable[[Units], int] = len) -> dict[int, int]:
-    """work -> number of units (or sum of their `count`) before its own in the microbatch that has them."""
+    """The number of units (or sum of their `count`) before a work's own in the microbatch that has them, by work."""
     first_unit: dict[int, int] = {}
     num_units: dict[int, int] = {}
     for number, item in works.items():

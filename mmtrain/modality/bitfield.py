@@ -237,7 +237,7 @@ def visible_keys(bits: Bits) -> VisibleKeys:
 
 
 def block_ranges(bits: Bits, rows: Bits, block_size: int) -> tuple[Bits, Bits, Bits]:
-    """(block, low, high): ranges [low, high) of keys whose union, over those of one block, is what its rows see.
+    """Ranges [low, high) of keys whose union, over those of one block, is what its rows see: (block, low, high).
 
     Exact for every mask, with holes or without. Ranges of one block may overlap.
 
@@ -260,7 +260,7 @@ def block_ranges(bits: Bits, rows: Bits, block_size: int) -> tuple[Bits, Bits, B
 
 
 def _ranges_with_holes(bits: Bits, at: Bits, block: Bits) -> Iterator[tuple[Bits, Bits, Bits]]:
-    """As `block_ranges`. Args: at, block: [rows]: position and block of each row."""
+    """The ranges of `block_ranges` where masks have holes. Args: at, block: [rows]: position and block of each row."""
     start = np.flatnonzero(np.diff(bits, prepend=~bits[:1]))
     runs, end = bits[start], np.append(start[1:], len(bits))
     group = (runs >> GROUP_SHIFT) & OWN_GROUP_MASK

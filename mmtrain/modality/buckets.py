@@ -41,7 +41,7 @@ class VideoGeometry:
     frames: tuple[int, ...]
     """Numbers of frames of the buckets, longest first."""
     sizes: tuple[tuple[int, int], ...]
-    """(height, width) of the buckets."""
+    """The height and width of each bucket."""
     vae: LatentScale | None = None
     """Compression of the VAE; None: there is no VAE."""
 
@@ -80,7 +80,8 @@ class VideoGeometry:
         )
 
     def size(self, height: int, width: int) -> tuple[int, int]:
-        """(height, width) of the bucket with the aspect ratio nearest to that of a frame; the first one of equals."""
+        """The height and width of the bucket with the aspect ratio nearest to that of a frame; the first one of
+        equals."""
         aspect = width / height
         return min(self.sizes, key=lambda size: round(abs(math.log(size[1] / size[0] / aspect)), 9))
 
@@ -104,7 +105,7 @@ class VideoGeometry:
 
 
 def crop(height: int, width: int, size: tuple[int, int]) -> tuple[float, float, float, float]:
-    """(left, top, right, bottom) in pixels of the largest centred crop of a frame with the aspect ratio of `size`.
+    """The left, top, right and bottom in pixels of the largest centred crop of a frame with the aspect ratio of `size`.
 
     Args: height, width: of the frame in pixels. size: (height, width).
     """
@@ -234,7 +235,7 @@ def _frames(data: DataConfig, patch: int, scale: LatentScale) -> tuple[int, ...]
 
 
 def _sizes(data: DataConfig, patch: tuple[int, int]) -> tuple[tuple[int, int], ...]:
-    """(height, width) of the buckets in pixels, in the order of data.video_aspects, each once."""
+    """The height and width of each bucket in pixels, in the order of data.video_aspects, each once."""
     buckets: dict[tuple[int, int], None] = {}
     for text in data.video_aspects:
         columns, rows = (int(length) for length in text.split(":"))

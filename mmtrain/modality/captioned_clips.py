@@ -1,6 +1,6 @@
 """Video clips with captions, drawn from a distribution instead of data. Pure and deterministic.
 
-docs/workloads.md lists the published and the assumed moments of the distribution.
+docs/simulator.md lists the published and the assumed moments of the distribution.
 Sources: DIP, arXiv:2504.14145, section 7.1; InternVid, arXiv:2307.06942; MMTrail, arXiv:2407.20962.
 """
 
@@ -22,7 +22,7 @@ class CaptionedClip:
     """One video clip with its caption, before sampling and tokenization."""
 
     sample: int
-    """Its index in the iteration."""
+    """The index of the sample in the iteration."""
     num_frames: int
     caption_tokens: int
 

@@ -90,7 +90,7 @@ class Latents(Clips):
         rows = sum(share_of(clip.num_tokens, parts) for clip in item.units)
         return replace(item.size, rows=rows, pairs=0, outputs=0, cross_pairs=0)
 
-    def owed(self, units: Sequence[ClipMeta]) -> dict[str, int]:
+    def unit_counts(self, units: Sequence[ClipMeta]) -> dict[str, int]:
         """Latent tokens, latent tokens with a loss, caption tokens, and clips."""
         return {
             "latent tokens": sum(clip.num_tokens for clip in units),
@@ -111,7 +111,7 @@ class Captions(Clips):
         lengths = [clip.num_text_tokens for clip in units]
         return documents_work(lengths, sum(lengths))
 
-    def owed(self, units: Sequence[ClipMeta]) -> dict[str, int]:
+    def unit_counts(self, units: Sequence[ClipMeta]) -> dict[str, int]:
         """Caption tokens, and as many output states."""
         tokens = sum(clip.num_text_tokens for clip in units)
         return {"caption tokens": tokens, "states": tokens}
@@ -135,6 +135,6 @@ class Frames(Clips):
         """The whole size."""
         return item.size
 
-    def owed(self, units: Sequence[ClipMeta]) -> dict[str, int]:
+    def unit_counts(self, units: Sequence[ClipMeta]) -> dict[str, int]:
         """Latent positions; frames of pixels depend on the VAE."""
         return {"latent positions": sum(math.prod(clip.bucket) for clip in units)}

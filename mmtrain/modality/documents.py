@@ -43,12 +43,12 @@ class Texts(Modality):
         """The number of tokens."""
         return lambda document: float(document.num_tokens)
 
-    def owed(self, units: Sequence[DocumentMeta]) -> dict[str, int]:
+    def unit_counts(self, units: Sequence[DocumentMeta]) -> dict[str, int]:
         """Tokens and labelled positions."""
         return {"tokens": sum(d.num_tokens for d in units), "targets": sum(d.num_targets for d in units)}
 
     def layout(self, submesh: Submesh, module: ModuleSpec, works: dict[int, WorkItem], meta: IterationMeta) -> Layout:
-        """That of one rank."""
+        """The layout of one rank."""
         return TextsLayout(submesh, works)
 
 
@@ -78,7 +78,7 @@ class Labels(Documents):
     works = "head"
 
     def readers(self, module: ModuleSpec) -> tuple[int, ...]:
-        """None: every rank has the labels."""
+        """No stages: every rank has the labels."""
         return ()
 
 
@@ -93,12 +93,12 @@ class Pairs(Documents):
         number = sum(document.num_targets for document in units)
         return WorkSize(rows=2 * number, pairs=number * number, outputs=number)
 
-    def owed(self, units: Sequence[DocumentMeta]) -> dict[str, int]:
+    def unit_counts(self, units: Sequence[DocumentMeta]) -> dict[str, int]:
         """Pairs: documents with a label, which those of a blank microbatch do not have."""
         return {"pairs": sum(document.num_targets for document in units)}
 
     def readers(self, module: ModuleSpec) -> tuple[int, ...]:
-        """None: it reads embeddings alone."""
+        """No stages: it reads embeddings alone."""
         return ()
 
 
@@ -114,7 +114,7 @@ class TextsLayout:
         return self.works[work].size
 
     def tokens(self, work: int) -> slice:
-        """Those of a work among the tokens of its microbatch."""
+        """The tokens of a work among those of its microbatch."""
         first = self._first[work]
         return slice(first, first + self.works[work].size.rows)
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from mmtrain.config.model import ModelConfig, section_of
 from mmtrain.errors import ConfigError, DataError
 from mmtrain.families.catalogue import ENCODERS
-from mmtrain.families.family import Images, named
+from mmtrain.families.family import ImageDefaults, named
 from mmtrain.families.shapes import single_size
 from mmtrain.spec.model_configs import encoder_config
 from mmtrain.spec.vision_shapes import vision_shape
@@ -57,7 +57,7 @@ class ImageGeometry:
         return 3 * self.temporal_patch_size * self.patch_size**2
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
-        """(height, width) in pixels after resizing and cutting. Args: in pixels.
+        """The height and width in pixels after resizing and cutting. Args: in pixels.
 
         Raises: DataError: a side is 0, or one side is more than 200 times the other.
         """
@@ -100,7 +100,7 @@ class OwnSize:
     resized_width: int = 0
 
     def resized(self, height: int, width: int, geometry: ImageGeometry) -> tuple[int, int]:
-        """(height, width) that the geometry then resizes by its own limits. Args: of the image, pixels.
+        """The height and width that the geometry then resizes by its own limits. Args: of the image, pixels.
 
         Raises: DataError: the encoder's images have no size of their own, or as `smart_resize`.
         Source: `fetch_image` of the package qwen-vl-utils, with its limits of 4 and 16384 tokens.
@@ -116,7 +116,7 @@ class OwnSize:
 
 
 def smart_resize(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """(height, width) in pixels: multiples of `factor`, with an area inside of the limits and nearly the same ratio.
+    """Height and width in pixels: multiples of `factor`, with an area inside of the limits and nearly the same ratio.
 
     For an image that is too thin for all three, the sides are multiples, but the area exceeds the upper limit, as in
     the reference. Rounding is to the nearest multiple, ties to even.
@@ -141,7 +141,7 @@ def smart_resize(height: int, width: int, *, factor: int, min_pixels: int, max_p
 
 
 def filled_size(height: int, width: int, *, factor: int, max_blocks: int) -> tuple[int, int]:
-    """(height, width) in pixels: the multiples of `factor` that fill a number of blocks, with nearly the same ratio.
+    """Height and width in pixels: the multiples of `factor` that fill a number of blocks, with nearly the same ratio.
 
     The scale is the largest one up to 100 at which both sides, rounded up, have at most `max_blocks` blocks, found by
     bisection to 1e-5 as in the reference, so that sizes are equal to the pixel.
@@ -248,7 +248,7 @@ def image_geometry(
 
 
 def _native(
-    values: Mapping[str, Any], images: Images, section: str, merge: int, min_pixels: int, max_pixels: int
+    values: Mapping[str, Any], images: ImageDefaults, section: str, merge: int, min_pixels: int, max_pixels: int
 ) -> ImageGeometry:
     """Images that keep their size within limits of the area. Args: as of `image_geometry`."""
     patch = single_size(section, "patch_size", values["patch_size"])

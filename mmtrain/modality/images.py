@@ -51,7 +51,7 @@ class Images(Modality):
         of_grid = cache(lambda grid: rates(images_work(module, [grid])))
         return lambda image: of_grid(image.grid)
 
-    def owed(self, units: Sequence[ImageMeta]) -> dict[str, int]:
+    def unit_counts(self, units: Sequence[ImageMeta]) -> dict[str, int]:
         """Rows that the encoder makes."""
         return {"image features": sum(image.num_features for image in units)}
 
@@ -176,5 +176,5 @@ class ImagesLayout:
 
     @cached_property
     def _first_feature(self) -> dict[int, int]:
-        """work -> index of its first feature among those of its microbatch."""
+        """The index of each work's first feature among those of its microbatch."""
         return first_of(self.works, lambda images: sum(image.num_features for image in images))

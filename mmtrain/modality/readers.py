@@ -1,4 +1,4 @@
-"""Which encoder reads what a record has. Pure."""
+"""The choice of the encoder that reads what a record has. Pure."""
 
 from mmtrain.config.model import ModelConfig, section_of
 from mmtrain.errors import ConfigError

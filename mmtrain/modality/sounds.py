@@ -69,7 +69,7 @@ class SoundRules:
 
 
 class PackedSoundRules(SoundRules):
-    """Those of packed rows: silence after the end of a sound makes no row and no token.
+    """The rules of packed rows: silence after the end of a sound makes no row and no token.
 
     A class that hears one window alone cuts a sound behind it; here the next one follows. Of samples behind the last
     window that are too few for a token nothing is heard.
@@ -78,12 +78,12 @@ class PackedSoundRules(SoundRules):
     packs_rows = True
 
     def windows(self, num_samples: int) -> tuple[int, ...]:
-        """See `SoundRules.windows`; those that make a token."""
+        """The windows of `SoundRules.windows` that make a token."""
         windows = super().windows(num_samples)
         return tuple(samples for samples in windows if self.num_tokens(self.num_rows(samples)))
 
     def num_rows(self, num_samples: int) -> int:
-        """See `SoundRules.num_rows`; of the frames that begin before the end of the sound."""
+        """The rows of the frames that begin before the end of the sound."""
         return -(-num_samples // (self.hop * self.frames_per_row))
 
 

@@ -17,7 +17,8 @@ Indices = npt.NDArray[np.int64]
 
 
 def language_mask(model: ModelConfig) -> LanguageMask:
-    """Which tokens of a document see which in the language model: as the config says, unless its class decides."""
+    """The mask of the language model, which tokens of a document see which: as the config says, unless its class
+    decides."""
     family = LANGUAGES[language_config(model.language)["model_type"]]
     return "bidirectional" if family.bidirectional else model.language.attention_mask
 
@@ -29,13 +30,13 @@ class Submesh:
     cp: int = 1
     tp: int = 1
     whole_rows: bool = False
-    """tp ranks each have all rows between layers, and do not divide them."""
+    """Whether tp ranks each have all rows between layers, and do not divide them."""
     split: SplitPolicy = "balanced"
     block_size: int = 128
     share_patches: bool = False
-    """cp ranks divide the patches of each image, not the images."""
+    """Whether cp ranks divide the patches of each image, not the images."""
     data_encoder: bool = False
-    """tp ranks divide the images, not the encoder's layers."""
+    """Whether tp ranks divide the images, not the encoder's layers."""
     head_groups: int = 1
     """Groups of heads whose keys cp ranks gather one after the other."""
     attention_mask: LanguageMask = "causal"
@@ -78,7 +79,7 @@ class Submesh:
 
     @property
     def holders(self) -> list[tuple[int, int]]:
-        """(cp rank, tp rank) of the ranks that get whole images; of ranks that divide patches, the first one."""
+        """The (cp rank, tp rank) of the ranks that get whole images; of ranks that divide patches, the first one."""
         return [
             (c, t)
             for c in range(1 if self.share_patches else self.cp)

@@ -96,7 +96,7 @@ def longest_part(num_blocks: Indices, heads: int, units: int) -> int:
 
 
 def parts_of_rows(visible: npt.NDArray[np.bool_], most: int) -> tuple[Indices, Indices, Indices]:
-    """([parts] block of rows, [parts] low, [parts] high): the visible blocks of keys of each block of rows in parts.
+    """The visible blocks of keys of each block of rows in parts: block of rows, low and high, [parts] each.
 
     A part has those in [low, high): at most `most`, and as many as the other parts of its block, give or take one. A
     block that sees nothing has one part.

@@ -70,7 +70,7 @@ class ClipShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bins:
+class TypicalSizes:
     """The sizes for a workload: microbatches of one step on one model replica, and tokens of an image or clip."""
 
     num_microbatches: int
@@ -81,7 +81,7 @@ class Bins:
     image_tokens: int = 0
     """Number of tokens of an image, and of what comes with it; 0: samples keep their text alone."""
     with_image: tuple[tuple[str, tuple[int, int, int], int], ...] = ()
-    """(encoder, grid, tokens) of what comes with each image, an item of each further encoder."""
+    """The encoder, grid and tokens of what comes with each image, an item of each further encoder."""
     clip: ClipShape | None = None
     """Latents of every clip; None: the model makes no video. With clips, seq_len limits the tokens of a caption, not
     those of a microbatch."""
@@ -89,10 +89,10 @@ class Bins:
     """Pairs of an image and a caption in every microbatch, of two towers; 0: the model has others. With pairs, seq_len
     limits the tokens of a caption."""
     padded: bool = False
-    """Of pairs: whether captions are padded to seq_len tokens."""
+    """Whether the captions of pairs are padded to seq_len tokens."""
 
     @classmethod
-    def of(cls, config: Config, image_side: int = 0) -> "Bins":
+    def of(cls, config: Config, image_side: int = 0) -> "TypicalSizes":
         """The bins of one replica of a job, for square images or clips.
 
         Args: image_side: pixels along a side; 0: `IMAGE_SIDE`, for clips `CLIP_SIDE`. Images are then resized by the
@@ -124,7 +124,7 @@ class Bins:
         return replace(bins, grid=grid, image_tokens=tokens, with_image=others)
 
     @classmethod
-    def typical(cls, config: Config) -> "Bins":
+    def typical(cls, config: Config) -> "TypicalSizes":
         """The bins of one replica of a job with images or clips of typical size.
 
         Images have the side of `typical_side`; there are no images if not even one fits with a token of text. Clips
@@ -139,7 +139,7 @@ class Bins:
         return cls.of(config, side) if fits else cls._without_images(config)
 
     @classmethod
-    def _without_images(cls, config: Config) -> "Bins":
+    def _without_images(cls, config: Config) -> "TypicalSizes":
         training = config.training
         num_microbatches = training.global_batch_size // config.parallelism.layout.dp
         return cls(num_microbatches=num_microbatches, seq_len=training.seq_len, grid=None)
@@ -188,7 +188,8 @@ def _image(config: Config, side: int) -> tuple[tuple[int, int, int] | None, int]
 
 
 def _further(config: Config, side: int) -> tuple[tuple[str, tuple[int, int, int], int], ...]:
-    """(name, patches, tokens) of an item of each further encoder: an image of that side, or a full window of sound."""
+    """The name, patches and tokens of an item of each further encoder: an image of that side, or a full window of
+    sound."""
     items = []
     for name in config.model.modules:
         shape = vision_shape(config.model, name)
@@ -205,7 +206,7 @@ _PAIRS = 16
 
 
 def _pairs_sizes(spec: ModelSpec, seq_len: int) -> dict[str, WorkSize]:
-    """As `reference_sizes`, of two towers: pairs whose captions have half of the tokens that they may have."""
+    """The reference sizes of two towers: pairs whose captions have half of the tokens that they may have."""
     length = max(1, seq_len // 2)
     sizes = {
         "images": images_work(spec.modules[0], [(1, 16, 16)] * _PAIRS),

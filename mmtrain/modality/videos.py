@@ -21,7 +21,7 @@ from mmtrain.spec.model_configs import encoder_config
 from mmtrain.spec.processor_values import checked_values
 
 _LIMITS = (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge"))
-"""(key of a video processor, key of its `size`) of the smallest and the largest area, in pixels."""
+"""The keys of a video processor, and of its `size`, for the smallest and the largest area, in pixels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class VideoRules:
         return [min(int(time), num_frames - 1) for time in times]
 
     def resized(self, count: int, height: int, width: int) -> tuple[int, int]:
-        """(height, width) in pixels of each of `count` frames after resizing. Args: height, width: in pixels.
+        """The height and width in pixels of each of `count` frames after resizing. Args: height, width: in pixels.
 
         Raises: DataError: as `smart_resize`.
         """
@@ -107,7 +107,7 @@ class VideoRules:
 
 
 class TimedVideoRules(VideoRules):
-    """Those in which text says the time of each patch in time, so each is an item of its own.
+    """The rules of videos in which text says the time of each patch in time, so each is an item of its own.
 
     Source: `Qwen3VLVideoProcessor` and `Qwen3VLProcessor` of transformers 5.23.
     """
@@ -129,7 +129,7 @@ class TimedVideoRules(VideoRules):
         return [int(index) for index in np.linspace(0, num_frames - 1, count).round()]
 
     def resized(self, count: int, height: int, width: int) -> tuple[int, int]:
-        """(height, width) in pixels of each frame, such that the area of all of them is within the limits.
+        """The height and width in pixels of each frame, such that the area of all of them is within the limits.
 
         A side below a token's is enlarged first. One frame counts as those of a patch, which the source refuses.
         Raises: DataError: a side is 0, or the aspect ratio is too large.
@@ -191,7 +191,8 @@ def video_rules(model: ModelConfig, data: DataConfig) -> VideoRules | None:
 
 
 def _stored_limits(model: ModelConfig) -> tuple[int, int]:
-    """(smallest, largest) area of the video processor of the whole model that the encoder is a part of; 0: none."""
+    """The smallest and the largest area of the video processor of the whole model that the encoder is a part of; 0:
+    none."""
     key, whole = "model.pretrained", model.pretrained
     if model.encoder is None or not whole or model.encoder.pretrained != whole:
         return 0, 0

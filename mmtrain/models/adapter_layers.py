@@ -115,7 +115,7 @@ class AdapterDropout(nn.Module):
         self.keys: DropoutKeys | None = None
         self.name = ""
         self.part = 0, 1
-        """(index, number) of the equal parts of the columns, of which it gets one."""
+        """The index of the part of the columns that it gets, and the number of equal parts."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., D], or with a key dropped."""

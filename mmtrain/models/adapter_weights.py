@@ -23,7 +23,7 @@ from mmtrain.spec.vision_shapes import vision_shape
 _KEY = "model.lora.pretrained"
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
-Shape = tuple[int, ...]
+TensorShape = tuple[int, ...]
 
 
 @torch.no_grad()
@@ -86,12 +86,12 @@ def _in_folder(model: ModelConfig, folder: str, modules: list[str], kind: str) -
     return file, keys
 
 
-def _parameters(model: ModelConfig, *, unused: bool = False) -> dict[str, Shape]:
+def _parameters(model: ModelConfig, *, unused: bool = False) -> dict[str, TensorShape]:
     """Name of each parameter of all adapters -> its shape.
 
     Args: unused: of blocks behind the features that are read, which no job has, instead.
     """
-    lora, found = model.lora, dict[str, Shape]()
+    lora, found = model.lora, dict[str, TensorShape]()
     for module in (*model.encoders, "language"):
         behind = _unused_blocks(model, module) if unused else range(0)
         layers = adapted_layers(model, module, unused=behind) if behind or not unused else {}
@@ -121,7 +121,9 @@ def _layer(key: str) -> str:
     return key.removeprefix("base_model.model.").rpartition(".lora_")[0]
 
 
-def _check_tensors(where: str, stored: Mapping[str, Shape], wanted: Mapping[str, Shape], unused: set[str]) -> None:
+def _check_tensors(
+    where: str, stored: Mapping[str, TensorShape], wanted: Mapping[str, TensorShape], unused: set[str]
+) -> None:
     for name, shape in wanted.items():
         if stored.get(name) != shape:
             there_is = f"has shape {stored[name]}, not {shape}" if name in stored else "is not there"

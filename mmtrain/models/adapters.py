@@ -184,6 +184,24 @@ class VisionAdapter(Adapter):
         tower._init_weights(module)
 
 
+class OnePiece:
+    """The edges of one piece, of which blocks take the differences as a list: `packed_attention` has the mask of the
+    images. No tensor, since a compiled block cannot read the values of one."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __getitem__(self, index: slice) -> "OnePiece":
+        return self
+
+    def __sub__(self, other: "OnePiece") -> "OnePiece":
+        return self
+
+    def tolist(self) -> list[int]:
+        """The number of rows of each piece."""
+        return [self.rows]
+
+
 class PackedVision(VisionAdapter):
     """Encoders of packed images of any size with rotary positions, whose own merger is optional."""
 
@@ -200,8 +218,7 @@ class PackedVision(VisionAdapter):
         if rows.shape.window:
             positions = positions[rows.shape.row_order(rows.grids)]
         return {
-            # One piece: `packed_attention` has the mask of the images. On the CPU, since the block reads its values.
-            "cu_seqlens": torch.tensor([0, len(rows.indices)], dtype=torch.int32),
+            "cu_seqlens": OnePiece(len(rows.indices)),
             "position_embeddings": tower.rotary_pos_emb(
                 x_rD, to_device(positions[np.maximum(rows.indices, 0)], x_rD.device)
             ),
@@ -236,7 +253,7 @@ class MaskedVision(VisionAdapter):
         return block(x_RD[None], context)[0]
 
 
-class Decoder(Adapter):
+class LanguageDecoder(Adapter):
     """A decoder-only language model with its head."""
 
     reader = "AutoModelForCausalLM"
@@ -275,7 +292,7 @@ class Decoder(Adapter):
             module.lm_head.weight = module.model.embed_tokens.weight
 
 
-class TextTower(Decoder):
+class TextTower(LanguageDecoder):
     """A tower of texts, with the projection of the embedding of each."""
 
     def __init__(self, classes: Classes, reader: str, projection: str, table: TensorTable) -> None:
@@ -304,7 +321,7 @@ class TextTower(Decoder):
         return x_tP
 
 
-class TextPart(Decoder):
+class TextPart(LanguageDecoder):
     """The language model of a whole model, with the head that the whole one gives it."""
 
     reader = "AutoModel"
@@ -322,9 +339,9 @@ def vision_adapter(model_type: str) -> VisionAdapter:
 
 
 @cache
-def decoder(model_type: str) -> Decoder:
+def decoder(model_type: str) -> LanguageDecoder:
     """The adapter of a language model."""
-    adapter: Decoder = adapters_of(model_type).ADAPTERS[model_type](TABLES[model_type])
+    adapter: LanguageDecoder = adapters_of(model_type).ADAPTERS[model_type](TABLES[model_type])
     return adapter
 
 

@@ -44,7 +44,7 @@ class Microbatch:
     """
 
     input_ids: Tensor
-    """[T] int64."""
+    """The token ids, [T] int64."""
     labels: Tensor
     """[T] int64, already shifted: `labels[t]` is the target of position t, or IGNORE_INDEX."""
     image_slots: Tensor
@@ -61,7 +61,7 @@ class OfModule(NamedTuple):
     """What one encoder reads of a microbatch."""
 
     pixels: list[Tensor]
-    """Of each of its images; empty where the rank has none to encode."""
+    """The pixels of each of its images; empty where the rank has none to encode."""
     grids: tuple[tuple[int, int, int], ...]
     slots: Tensor
     """[V] int64: rows of `input_ids` that its features fill."""
@@ -98,7 +98,7 @@ class ClipMicrobatch:
     """[C, F, H, W] float32 of each clip. Clips of one bucket have equal shapes. Of a job with a VAE, which makes the
     latents, the pixels: [3, frames, height, width] between -1 and 1."""
     clip_names: list[tuple[int, int]]
-    """(sample, index) of each clip, which must be those of the metadata."""
+    """The (sample, index) of each clip, which must be those of the metadata."""
 
 
 @dataclass(kw_only=True)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from mmtrain.config.model import EncoderConfig, LanguageConfig, ModelConfig, projector_name, section_of
 from mmtrain.errors import ConfigError, DataError
 from mmtrain.families.shapes import LanguageShape, VisionShape
-from mmtrain.models.adapters import Decoder, VisionAdapter, check_grids
+from mmtrain.models.adapters import LanguageDecoder, VisionAdapter, check_grids
 from mmtrain.models.attention.context import AttentionChoices, AttentionContext, Gather
 from mmtrain.models.fused_qkv import reorder_output
 from mmtrain.models.loss import LOSSES, CrossEntropy, LossOutput, VocabularySharding, WholeVocabulary
@@ -65,7 +65,7 @@ class Chunk(nn.Module):
 
     @property
     def where(self) -> str:
-        """Its module and layers, for errors."""
+        """The module and layers of the chunk, for errors."""
         return f"{self.module_spec.name} layers {self.lo}..{self.hi - 1}"
 
     def output_shape(self, size: WorkSize) -> tuple[int, ...]:
@@ -257,7 +257,7 @@ class VisionChunk(Chunk):
         return x.new_zeros(0, width, dtype=dtype) + x.sum().to(dtype)
 
 
-def train_language(chunk: Chunk, language: nn.Module, model: ModelConfig, adapter: Decoder) -> None:
+def train_language(chunk: Chunk, language: nn.Module, model: ModelConfig, adapter: LanguageDecoder) -> None:
     """Sets which parameters of a chunk's part of the language model train, and adds adapters; on the meta device."""
     trained = chosen_blocks(model, "language")
     set_trainable(language, model.language.trainable, blocks=adapter.blocks, trained=trained)
@@ -296,7 +296,7 @@ class LanguageChunk(Chunk):
         self,
         model: ModelConfig,
         shape: LanguageShape,
-        adapter: Decoder,
+        adapter: LanguageDecoder,
         spec: ModelSpec,
         layers: tuple[int, int],
     ) -> None:
@@ -320,7 +320,7 @@ class LanguageChunk(Chunk):
         self.vocabulary: VocabularySharding = WholeVocabulary()
         """Set by tensor parallelism, which divides it."""
         self.shards = TokenShards()
-        """Likewise."""
+        """The division of the head's tokens, set likewise."""
 
     def blocks(self) -> list[nn.Module]:
         return list(self.language.get_submodule(self.adapter.blocks).children())

@@ -1,4 +1,4 @@
-"""From prompts to latents with the whole modules of a text-to-video model: sampling without files.
+"""Sampling without files: latents from prompts with the whole modules of a text-to-video model.
 
 Shape legend: N clips; T text tokens of one clip; D columns; C, F, H, W channels, frames, rows and columns of latents.
 """
@@ -36,7 +36,8 @@ def encode_prompts(text_encoder: LanguageChunk, prompts: Sequence[Tensor]) -> li
 
 
 Predict = Callable[[Sequence[Tensor], float], Tensor]
-"""(noisy latents [C, F, H, W] of each clip, timestep) -> [N, C, F, H, W], the prediction for each."""
+"""A function of the noisy latents [C, F, H, W] of each clip and the timestep: the prediction for each, [N, C, F, H,
+W]."""
 
 
 def predictor(dit: DitChunk, texts: Sequence[Tensor]) -> Predict:

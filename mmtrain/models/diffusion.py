@@ -25,7 +25,7 @@ NUM_TIMESTEPS = 1000
 """A DiT is told 1000 t."""
 
 _LEAST = 1e-6
-"""Of t and of 1 - t."""
+"""The least value of t and of 1 - t."""
 
 _NOISE = 0x6E6F697365
 """Keeps the stream of the noise apart from that of the other choices of a clip."""
@@ -83,7 +83,7 @@ class ClipNoise:
         return noise if self._section.prediction == "epsilon" else a * noise - s * latents_CFHW
 
     def _drawn(self, clip: ClipMeta) -> tuple[float, float]:
-        """(timestep, a uniform number for the caption)."""
+        """The timestep, and a uniform number for the caption."""
         section, generator = self._section, torch.Generator().manual_seed(self._seed(clip))
         if section.timestep_sampling == "uniform":
             t = float(torch.rand(1, generator=generator, dtype=torch.float64))
@@ -97,7 +97,7 @@ class ClipNoise:
         return float(min(NUM_TIMESTEPS - 1, int(NUM_TIMESTEPS * t))), uniform
 
     def _mix(self, clip: ClipMeta) -> tuple[float, float]:
-        """a and s."""
+        """The factors a of the data and s of the noise."""
         timestep = self.timestep(clip)
         if self._alphas is None:
             return 1 - timestep / NUM_TIMESTEPS, timestep / NUM_TIMESTEPS
@@ -114,7 +114,7 @@ class ClipNoise:
 
 
 class GivenNoise(ClipNoise):
-    """For sampling: all clips are noisy already, at one timestep, and have no target."""
+    """The noise of sampling: all clips are noisy already, at one timestep, and have no target."""
 
     wants_predictions = True
 
@@ -140,7 +140,7 @@ class Denoising:
 
     section: DiffusionConfig
     seed: int
-    """`debug.seed`."""
+    """The seed, `debug.seed`."""
     null_token: int
     """Token of hidden captions."""
     scale: LatentScale | None
@@ -148,7 +148,7 @@ class Denoising:
 
     @classmethod
     def of(cls, config: Config, null_token: int) -> "Denoising":
-        """That of a job with a DiT."""
+        """The denoising of a job with a DiT."""
         vae = config.model.vae
         scale = latent_scale(vae) if vae is not None else None
         return cls(config.diffusion, config.debug.seed, null_token, scale)
@@ -160,13 +160,14 @@ class Denoising:
 
 @functools.cache
 def _squared_alphas() -> list[float]:
-    """a x a of each timestep, as the scheduler of epsilon and v has it."""
+    """The square of a at each timestep, as the scheduler of epsilon and v has it."""
     alphas: list[float] = make_scheduler(DiffusionConfig(prediction="v")).alphas_cumprod.tolist()
     return alphas
 
 
 def make_scheduler(section: DiffusionConfig) -> Any:
-    """diffusers' scheduler for sampling from the model of such a job; epsilon and v are trained on its own schedule.
+    """The scheduler of diffusers for sampling from the model of such a job; epsilon and v are trained on its own
+    schedule.
 
     Raises: ConfigError: diffusers is not installed.
     """

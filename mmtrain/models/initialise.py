@@ -28,7 +28,7 @@ from mmtrain.spec.spec import VocabularyRows
 _EMBEDDING = "language.model.embed_tokens"
 _HEAD = "language.lm_head"
 
-Step = tuple[str, nn.Module, Callable[[nn.Module], object]]
+Initialisation = tuple[str, nn.Module, Callable[[nn.Module], object]]
 """The name that seeds a module, the module, and its rule."""
 
 
@@ -51,7 +51,7 @@ def init_encoder(module: PreTrainedModel, adapter: VisionAdapter, seed: int, nam
     _run(module, _hugging_face(module, name, partial(adapter.init_weights, module)), seed)
 
 
-def _run(whole: nn.Module, plan: Iterable[Step], seed: int) -> None:
+def _run(whole: nn.Module, plan: Iterable[Initialisation], seed: int) -> None:
     if not any(True for _ in whole.parameters()):
         return
     for param in whole.parameters():
@@ -68,7 +68,7 @@ def _run(whole: nn.Module, plan: Iterable[Step], seed: int) -> None:
         assert not param.isnan().any(), f"{name} was not initialised by {type(whole).__name__}"
 
 
-def _plan(chunk: Chunk | VaeDecoder) -> Iterator[Step]:
+def _plan(chunk: Chunk | VaeDecoder) -> Iterator[Initialisation]:
     """The initialisation of a chunk, in the order to run."""
     if isinstance(chunk, VisionChunk):
         encoder = chunk.module_spec.name
@@ -138,7 +138,7 @@ def _init_rows(
             weight[first - own_first : last - own_first] = block.weight[first - start : last - start]
 
 
-def _hugging_face(module: nn.Module, name: str, rule: Callable[[nn.Module], object]) -> Iterator[Step]:
+def _hugging_face(module: nn.Module, name: str, rule: Callable[[nn.Module], object]) -> Iterator[Initialisation]:
     """The plan of a Hugging Face module, whose own rule does not know of adapters."""
     for child_name, child in _children_first(module, name):
         if not is_adapter(child_name):
@@ -147,7 +147,7 @@ def _hugging_face(module: nn.Module, name: str, rule: Callable[[nn.Module], obje
             yield from _of_adapter(child_name, child)
 
 
-def _of_adapter(name: str, module: nn.Module) -> Iterator[Step]:
+def _of_adapter(name: str, module: nn.Module) -> Iterator[Initialisation]:
     if isinstance(module, nn.Linear):
         yield name, module, _kaiming if ".lora_A." in name else _zero
 

@@ -17,7 +17,7 @@ from mmtrain.modality.metadata import IterationMeta
 from mmtrain.spec.shapes import dit_shape
 
 Reduction = Literal["sum", "none"]
-"""As of torch: a scalar, or the loss of each target."""
+"""The reduction, named as by torch: "sum" gives a scalar, "none" the loss of each target."""
 
 
 class LossOutput(NamedTuple):
@@ -26,10 +26,10 @@ class LossOutput(NamedTuple):
     loss_sum: Tensor
     """Float32 scalar: the loss summed over the targets; 0 with a graph if there is none."""
     predictions: Any = None
-    """If asked for: of a language model [L] int64, a token for each labelled position; of a DiT [C, F, H, W] float32 of
-    each clip; of two towers [2, N, D] float32, the normalised embeddings of images and captions."""
+    """The predictions, if asked for. Language model: [L] int64, a token for each labelled position. DiT: [C, F, H, W]
+    float32 of each clip. Two towers: [2, N, D] float32, the normalised embeddings of images and captions."""
     losses: Tensor | None = None
-    """If asked for: [L] float32, the loss of each labelled position, or pair, detached."""
+    """The loss of each labelled position or pair, if asked for: [L] float32, detached."""
 
 
 class VocabularySharding(Protocol):
@@ -84,7 +84,7 @@ class Loss(ABC):
 
 
 class CrossEntropy(Loss):
-    """Of the next token, at the labelled positions."""
+    """The cross-entropy of the next token at the labelled positions."""
 
     lack = "no token to predict; check the records' answers"
 
@@ -101,7 +101,8 @@ class CrossEntropy(Loss):
 
 
 class SquaredError(Loss):
-    """Of all numbers of a clip's target: its velocity, noise or both, as `diffusion.prediction` says."""
+    """The squared error of all numbers of a clip's target: its velocity, noise or both, as `diffusion.prediction`
+    says."""
 
     lack = "no clip that can be read"
 
@@ -123,7 +124,7 @@ class SquaredError(Loss):
 
 
 class PairLoss(Loss):
-    """Of the pairs of N images and N captions, from their similarities."""
+    """The loss of the pairs of N images and N captions, from their similarities."""
 
     lack = "no pair of an image and a caption"
 
@@ -148,7 +149,7 @@ class PairLoss(Loss):
 
 
 class ClipLoss(PairLoss):
-    """Of each pair the cross-entropy of the caption among all captions, and of the image among all images, half each.
+    """The mean of two cross-entropies of each pair: its caption among all captions, and its image among all images.
 
     Source: CLIP, arXiv:2103.00020, figure 3.
     """
@@ -160,7 +161,7 @@ class ClipLoss(PairLoss):
 
 
 class SigmoidLoss(PairLoss):
-    """Of each image the binary cross-entropies of all captions, of which one is its own.
+    """The binary cross-entropies of each image with all captions, of which one is its own.
 
     Source: SigLIP, arXiv:2303.15343, equation 1.
     """
@@ -176,7 +177,7 @@ LOSSES: dict[str, Callable[[ModelConfig], Loss]] = {
     "clip": ClipLoss,
     "siglip": SigmoidLoss,
 }
-"""By the key `loss` of the section of the module with the head."""
+"""The losses by the key `loss` of the section of the module with the head."""
 
 
 def loss_of(model: ModelConfig) -> Loss:

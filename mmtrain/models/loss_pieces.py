@@ -55,7 +55,7 @@ def loss_in_pieces(
 
 @dataclass(frozen=True, kw_only=True)
 class _Values:
-    """What is to be set."""
+    """The tensors that the pieces write their results to."""
 
     loss_sum: Tensor
     losses: Tensor | None

@@ -26,7 +26,7 @@ from mmtrain.config.sections import JobConfig, ParallelismConfig
 from mmtrain.errors import ConfigError
 from mmtrain.launch.whole_files import new_folder
 
-Source: TypeAlias = PreTrainedModel | PreTrainedConfig
+ModuleSource: TypeAlias = PreTrainedModel | PreTrainedConfig
 """A module of transformers, whose weights are where training starts; or its config, for random weights."""
 
 
@@ -46,11 +46,11 @@ class ParallelSpec:
 class EncoderModule:
     """An encoder, and the projector from its features into the language model."""
 
-    module: Source
+    module: ModuleSource
     projector: ProjectorConfig | ProjectorName = "mlp"
-    """Its section, or just its kind."""
+    """The section of the projector, or just its kind."""
     trainable: Trainable | None = None
-    """None: whether any parameter of the module requires a gradient; a config trains."""
+    """What of the encoder trains. None: all of it if a parameter of the module requires a gradient; a config trains."""
     token: str = ""
     """The placeholder that its features replace; empty: <NAME>, and of `vision` tokenizer.image_token."""
 
@@ -60,9 +60,9 @@ class MultimodalModule:
     """Encoders by their names, and the language model that reads their features. `vision` is [model.encoder]."""
 
     encoders: Mapping[str, EncoderModule]
-    language_model: Source
+    language_model: ModuleSource
     trainable: Trainable | None = None
-    """Of the language model, as `EncoderModule.trainable`."""
+    """What of the language model trains, as in `EncoderModule.trainable`."""
     others: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of `LanguageConfig`, as attention_mask."""
 
@@ -114,7 +114,7 @@ class MultimodalModule:
                 source.save_pretrained(aside / name)
         return job
 
-    def _sources(self) -> dict[str, Source]:
+    def _sources(self) -> dict[str, ModuleSource]:
         return {name: encoder.module for name, encoder in self.encoders.items()} | {"language": self.language_model}
 
     def _model(self, folder: Path, ranks: Mapping[str, int]) -> ModelConfig:
@@ -144,11 +144,11 @@ class MultimodalModule:
         )
 
 
-def _config(source: Source) -> PreTrainedConfig:
+def _config(source: ModuleSource) -> PreTrainedConfig:
     return source.config if isinstance(source, PreTrainedModel) else source
 
 
-def _source(folder: Path, source: Source, trainable: Trainable | None) -> dict[str, Any]:
+def _source(folder: Path, source: ModuleSource, trainable: Trainable | None) -> dict[str, Any]:
     """The fields of a section that say where a module comes from and whether it trains."""
     has_weights = isinstance(source, PreTrainedModel)
     if trainable is None:

@@ -151,7 +151,7 @@ def _load(
 def _read_tensors(
     where: str, folder: str, files: Mapping[str, str], names: Mapping[str, str]
 ) -> Iterator[tuple[str, Any]]:
-    """(name, safetensors' slice of the tensor, of which nothing is read yet) for each name, file by file.
+    """Each name with the slice of its tensor by safetensors, of which nothing is read yet, file by file.
 
     Args:
         files: name on disk -> file.
@@ -218,7 +218,7 @@ def _check_sizes(source: str, model: ModelConfig, module: str) -> None:
 
 
 def _searched(spelling: Spelling, spellings: Sequence[Spelling]) -> str:
-    """Where the names of a part of a larger model were looked for. Args: spelling: the one that occurs."""
+    """The names under which a part of a larger model was looked for. Args: spelling: the one that occurs."""
     beginning, beginnings = next(iter(spelling)), [repr(next(iter(known))) for known in spellings]
     if beginning:
         return f" (among the names that begin with {beginning!r})"

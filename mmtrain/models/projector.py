@@ -1,4 +1,5 @@
-"""From encoder features to the language model's width: two linear layers, of kind `mlp` after a merge of neighbours.
+"""Projectors from encoder features to the language model's width: two linear layers, of kind `mlp` after a merge of
+neighbours.
 
 Shape legend: R patches of all images; V merged tokens; D encoder width; m spatial merge; M merged columns;
 I inner width; L width of the language model.

@@ -167,7 +167,7 @@ class ReferenceModel(nn.Module):
 
 
 class _WholeVae(nn.Module):
-    """diffusers' whole class with the weights of a chunk; its decoder has none."""
+    """The whole class of diffusers with the weights of a chunk; its decoder has none."""
 
     def __init__(self, model: ModelConfig, chunk: VaeChunk) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ _NONE = torch.iinfo(torch.int64).max
 
 
 def alone(x: Tensor, how: Literal["max", "sum", "min"]) -> None:
-    """Of one rank."""
+    """Combines nothing: there is one rank."""
 
 
 def _own(head: nn.Module, x_LD: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,12 +43,12 @@ class TokenShards:
     """The division of a head's tokens over the ranks that compute it together; the default is that of one rank."""
 
     rank: int = 0
-    """Of these, which have equal parts in their order."""
+    """The index of this rank among these, which have equal parts in their order."""
     combine: Combine = alone
-    """Over these ranks."""
+    """The function that combines tensors over these ranks."""
     operands: Callable[[nn.Module, Tensor], tuple[Tensor, Tensor]] = _own
-    """(head, its input [L, D]) -> the input as all ranks use it, and this rank's rows [v, D] of the weight; gradients
-    of both lead back."""
+    """A function of the head and its input [L, D]: the input as all ranks use it, and this rank's rows [v, D] of the
+    weight; gradients of both lead back."""
 
 
 class Scores(NamedTuple):

@@ -1,4 +1,4 @@
-"""Which parameters of a Hugging Face module train: all, none, or low-rank adapters that `peft` adds to it.
+"""The parameters of a Hugging Face module that train: all, none, or low-rank adapters that `peft` adds to it.
 
 With adapters a linear layer X becomes `X.base_layer` (frozen), `X.lora_A.default` and `X.lora_B.default`, the names
 that `peft` gives: y = X x + (alpha / rank) B A x, arXiv:2106.09685. Only the functions on
@@ -116,11 +116,11 @@ class AdapterNames(NamedTuple):
     """Names of the parameters of one layer's adapter."""
 
     down: str
-    """A [rank, inputs]."""
+    """The name of matrix A, [rank, inputs]."""
     up: str
-    """B [outputs, rank]."""
+    """The name of matrix B, [outputs, rank]."""
     magnitude: str
-    """[outputs]; only DoRA has it."""
+    """The name of the lengths of rows, [outputs]; only DoRA has them."""
 
 
 def adapter_names(name: str) -> AdapterNames:

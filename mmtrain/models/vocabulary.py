@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mmtrain.config.model import ModelConfig
 from mmtrain.families.shapes import LanguageShape
-from mmtrain.models.adapters import Decoder
+from mmtrain.models.adapters import LanguageDecoder
 from mmtrain.models.chunk import Chunk, train_language
 from mmtrain.models.loss import LOSSES, LossOutput
 from mmtrain.models.scores import JOINED, TokenShards, head_columns
@@ -27,7 +27,7 @@ class PartialEmbedding(nn.Embedding):
     """A part of an embedding, whose tokens are counted from its first one; others have rows of zeros."""
 
     def forward(self, ids_T: Tensor) -> Tensor:
-        """[T, D]."""
+        """The embeddings of token ids, [T, D]; zeros where the token is another part's."""
         other_T = (ids_T < 0) | (ids_T >= self.num_embeddings)
         return super().forward(ids_T.masked_fill(other_T, 0)).masked_fill(other_T[:, None], 0)
 
@@ -39,7 +39,7 @@ class VocabularyPart(Chunk):
         self,
         model: ModelConfig,
         shape: LanguageShape,
-        adapter: Decoder,
+        adapter: LanguageDecoder,
         spec: ModelSpec,
         module: str,
     ) -> None:
@@ -81,7 +81,7 @@ class VocabularyPart(Chunk):
         return []
 
     def forward(self, x: Tensor, *, targets: Tensor | None = None, want_predictions: bool = False) -> Tensor:
-        """Of token ids their embeddings, of labelled rows the scores of this part's tokens.
+        """The embeddings of token ids, or the scores of this part's tokens in labelled rows.
 
         Args:
             x: token ids [T] int64; for the head the normed rows [L, D].

@@ -125,7 +125,7 @@ def in_class(kind: str, name: str) -> str:
 
 
 def in_classes(kind: str, name: str) -> list[str]:
-    """The same in the class of each release of transformers, today's first."""
+    """The names of a parameter in the class of each release of transformers, today's first. Args: as of `in_class`."""
     part = COMPOSITES[kind].parts[_section(name)]
     older = (spelling for spelling in part.spellings if spelling is not part.spellings[part.in_class])
     return [in_class(kind, name), *(spelled(name, spelling) for spelling in older)]

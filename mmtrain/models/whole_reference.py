@@ -75,7 +75,8 @@ class WholeModel(ReferenceModel):
         return LossOutput(output.loss * len(captions), embeddings if want_predictions else None)
 
     def _their_weights(self) -> dict[str, Tensor]:
-        """Their name -> value, on the graph of our weights: without adapters, and with their order of rows."""
+        """The values of their weights by name, on the graph of our weights: without adapters, and with their order of
+        rows."""
         ours: dict[str, Tensor] = dict(self.weights())
         found = {}
         for name, weight in ours.items():

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmtrain.data.clip_images import sheet, shown_frames, some_of
 from mmtrain.data.clip_prompts import ClipPrompts
-from mmtrain.data.toy.easy_judge import Verdict, judge
+from mmtrain.data.toy.easy_judge import ClipVerdict, judge
 from mmtrain.launch.whole_files import write_whole
 from mmtrain.modality.clips import ClipsLayout
 from mmtrain.modality.metadata import IterationMeta
@@ -31,7 +31,7 @@ class ClipSamples:
     """Of each clip."""
     clips: Tensor
     """[N, 3, F, H, W], numbers from -1 to 1."""
-    verdict: Verdict | None
+    verdict: ClipVerdict | None
     """What their pixels show, of a job that learns the easy level of moving shapes."""
 
     def png(self) -> bytes:

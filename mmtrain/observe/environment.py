@@ -1,4 +1,4 @@
-"""Where a run was started: versions, devices, ranks, commit, for later inspection of the run."""
+"""The environment of a run: versions, devices, ranks, commit, for later inspection of the run."""
 
 import json
 import os

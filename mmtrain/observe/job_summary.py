@@ -22,7 +22,8 @@ from mmtrain.spec.spec import ModuleSpec
 from mmtrain.spec.vae_shapes import VaeShape
 
 FEW_CLIPS = 16_000
-"""With so many a small DiT with random initial weights learns the easiest clips. Source: docs/log.md, Video quality."""
+"""The clips with which a small DiT with random initial weights learns the easiest clips. Source: docs/log.md, Video
+quality."""
 
 
 def start_lines(
@@ -79,6 +80,8 @@ def start_lines(
     )
     lines += [_device_path(config, device, allocator)] if device != "cpu" else []
     lines.append(attention_line(config, device, capability))
+    if config.compile.enable:
+        lines.append("compile: blocks, while the first steps run, which takes seconds to minutes for each kind of them")
     lines.append(f"seed {config.debug.seed} (debug.seed): initial weights, order of the samples, searches")
     lines.append(show_switches(config.planner, threads))
     if config.assignment.assigns:
@@ -86,7 +89,7 @@ def start_lines(
     if not config.checkpoint.enable:
         lines.append("no checkpoints (checkpoint.enable = false): this run leaves no model and cannot be continued")
     section = config.planner
-    if device != "cpu" and section.enable and not (section.memory_limit or section.activation_memory_gib):
+    if device != "cpu" and section.enable and not (section.memory_limit or section.search.activation_memory_gib):
         lines.append(
             "planner: no limit of memory, so a searched plan may hold more than a device has; set "
             'planner.memory_limit, such as "90%"'
@@ -116,8 +119,8 @@ def _length(training: TrainingConfig) -> str:
 
 
 def high_rate(config: Config) -> str:
-    """That the default learning rate is too high for published weights, where modules with such weights train with it;
-    else the empty string."""
+    """A warning that the default learning rate is too high for published weights, where modules with such weights train
+    with it; else the empty string."""
     default = OptimizerConfig().lr
     of_groups = {group.module for group in config.optimizer.groups if group.lr is not None and not group.pattern}
     modules = [
@@ -137,8 +140,8 @@ def high_rate(config: Config) -> str:
 
 
 def few_clips(config: Config, clips: int | None) -> str:
-    """That samples will show little, where the DiT began with random weights and has seen few clips since; else the
-    empty string.
+    """A warning that samples will show little, where the DiT began with random weights and has seen few clips since;
+    else the empty string.
 
     Args: clips: that it has learned from; None: not known.
     """
@@ -148,12 +151,12 @@ def few_clips(config: Config, clips: int | None) -> str:
     return (
         f"the DiT has learned from {clips:,} clips since its random weights, so samples will show little: one square "
         f"(debug_square.toml) takes {FEW_CLIPS:,}, several shapes (debug_t2v.toml) more than 32,000 "
-        "(docs/sampling.md); raise training.steps, or start from published weights (model.dit.pretrained)"
+        "(docs/text_to_video.md); raise training.steps, or start from published weights (model.dit.pretrained)"
     )
 
 
 def _assignment(section: AssignmentConfig) -> str:
-    """Which microbatches samples go to."""
+    """A line on which microbatches samples go to."""
     parts = [f"assignment: {section.policy}"]
     parts += [f"{section.samples_per_step} samples a step"] if section.samples_per_step else []
     parts += ["deferred images"] if section.defer else []

@@ -33,7 +33,7 @@ class _WithoutTracebacks(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 class _File(_WithoutTracebacks, logging.FileHandler):
-    """The same of a file."""
+    """A log file, without tracebacks of a full disk."""
 
 
 def setup_logging(rank: int) -> None:

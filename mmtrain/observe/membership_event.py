@@ -16,7 +16,7 @@ class MembershipEvent:
     kind: str
     """started: the job begins. lost, joined, left: a node, or several. recovered: the same nodes go on."""
     nodes: int
-    """Of the job from now on, idle ones included."""
+    """The nodes of the job from now on, idle ones included."""
     pipelines: tuple[int, ...]
     """[pipeline] -> its pipeline ranks."""
     generation: int
@@ -25,7 +25,7 @@ class MembershipEvent:
     seconds: Mapping[str, float]
     """Part of the change -> its seconds on rank 0."""
     num_bytes: int
-    """That ranks sent to each other."""
+    """The bytes that ranks sent to each other."""
     redone_steps: int
     """Steps that were begun, and lost."""
 

@@ -63,7 +63,7 @@ class Metrics:
     _recorded: dict[str, dict[str, float]] = field(default_factory=dict)
     """Metric -> module or source, or "" -> value."""
     _local: list[tuple[str, str]] = field(default_factory=list)
-    """Those that wait for the other ranks' values."""
+    """The metrics that wait for the other ranks' values."""
     _own: dict[str, Metric] = field(default_factory=dict)
     """Metrics that the table lacks."""
     _over_run: dict[str, float] = field(default_factory=dict)
@@ -103,21 +103,21 @@ class Metrics:
         return self.sums(**others).run()
 
     def reduce_max(self, **others: float | Tensor) -> dict[str, Tensor]:
-        """The same for maxima."""
+        """Shares what was recorded as a maximum, and maxima of other values, as `reduce` does with sums."""
         return self._reduction(dist.ReduceOp.MAX, others).run()
 
-    def sums(self, **others: float | Tensor) -> "Reduction":
+    def sums(self, **others: float | Tensor) -> "MetricReduction":
         """What `reduce` shares, as a value that is reduced later."""
         return self._reduction(dist.ReduceOp.SUM, others)
 
-    def _reduction(self, operation: dist.ReduceOp.RedOpType, others: dict[str, float | Tensor]) -> "Reduction":
+    def _reduction(self, operation: dist.ReduceOp.RedOpType, others: dict[str, float | Tensor]) -> "MetricReduction":
         is_max = operation == dist.ReduceOp.MAX
         due = [key for key in self._local if (self._metric(key[0]).reduce is Reduce.MAX) == is_max]
         self._local = [key for key in self._local if key not in due]
         rows = [torch.tensor(self._parts(*key), dtype=torch.float64) for key in due]
         rows += [torch.as_tensor(value, dtype=torch.float64) for value in others.values()]
         flat = torch.cat([row.flatten() for row in rows]) if rows else torch.empty(0, dtype=torch.float64)
-        return Reduction(self, operation, tuple(due), tuple(others), tuple(row.shape for row in rows), flat)
+        return MetricReduction(self, operation, tuple(due), tuple(others), tuple(row.shape for row in rows), flat)
 
     def _parts(self, name: str, of: str) -> list[float]:
         """What this rank adds to the reduction of a value."""
@@ -157,7 +157,7 @@ class Metrics:
 
 
 @dataclass(frozen=True, slots=True)
-class Reduction:
+class MetricReduction:
     """Values of a step on their way over all ranks. It can be completed by the result that another rank has."""
 
     _metrics: Metrics
@@ -180,7 +180,7 @@ class Reduction:
         return flat
 
     def take(self, flat: Tensor) -> dict[str, Tensor]:
-        """The same of a result of the collective."""
+        """The values of `run`, from a result of the collective."""
         sizes = [shape.numel() for shape in self._shapes]
         parts = [part.view(shape) for part, shape in zip(flat.split(sizes), self._shapes, strict=True)]
         for key, part in zip(self._due, parts, strict=False):

@@ -18,14 +18,14 @@ class MetricsHistory:
     last_step: int = 0
     """The newest step that has a line."""
     _began: float | None = None
-    """When the elastic job began, seconds since the epoch; None: it is none."""
+    """The start of the elastic job, seconds since the epoch; None: the job is not elastic."""
     _steps_s: float = 0.0
     """Seconds of its steps since then."""
 
     @classmethod
     def kept(cls, path: Path, start: int, generation: int | None) -> "MetricsHistory":
-        """That of a file, which is written anew without the steps that a resumed run repeats, and without the events
-        of an elastic job that ended before this one began.
+        """The history in a file, which is written anew without the steps that a resumed run repeats, and without the
+        events of an elastic job that ended before this one began.
 
         Args: start: the last step that is not repeated; 0: a new run. generation: of an elastic job.
         """

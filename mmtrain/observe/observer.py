@@ -22,15 +22,15 @@ class RunningStep:
     meta: IterationMeta
     plan: IterationPlan
     planned: Planned | None
-    """None: the planner is off."""
+    """How the step was planned; None: the planner is off."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedStep(RunningStep):
-    """The same when it has run."""
+    """One training step that has run, on one rank."""
 
     outcome: StepOutcome
-    """Of this rank."""
+    """The outcome of the step on this rank."""
     metrics: Metrics
     """Takes more values of this step."""
     last: bool

@@ -32,7 +32,7 @@ from mmtrain.planner.plan_json import plan_to_json
 from mmtrain.schedule.io.strict_json import write_text
 
 FOLDER = "out_of_memory"
-"""Inside of job.dump_folder."""
+"""The folder of snapshots, inside of job.dump_folder."""
 
 _MESSAGES = (
     "DefaultCPUAllocator: can't allocate memory",
@@ -140,13 +140,13 @@ def _amounts(context: OutOfMemoryContext) -> str:
 
 
 def advice(context: OutOfMemoryContext, requested: float | None) -> str:
-    """Which option to change, the likeliest first. Args: requested: bytes of the failed allocation."""
+    """The options to change, the likeliest first. Args: requested: bytes of the failed allocation."""
     section, config = context.config.planner, context.config
     limit_bytes = context.budget.ranks[context.pp_rank].limit_bytes
     used = (context.measured_bytes or 0.0) + (requested or 0.0)
     options = []
-    if limit_bytes is None and section.activation_memory_gib:
-        options.append(f"lower planner.activation_memory_gib (it is {section.activation_memory_gib:g})")
+    if limit_bytes is None and section.search.activation_memory_gib:
+        options.append(f"lower planner.search.activation_memory_gib (it is {section.search.activation_memory_gib:g})")
     elif limit_bytes is None:
         options.append('set planner.memory_limit, such as "90%", so that plans keep within it')
     elif context.measured_bytes is not None and used <= limit_bytes:
@@ -161,10 +161,10 @@ def advice(context: OutOfMemoryContext, requested: float | None) -> str:
             f"raise planner.memory_margin{to} (it is {section.memory_margin:g}), or lower planner.memory_limit"
         )
     if config.activation_checkpoint.mode == "none":
-        if not (section.enable and section.memory):
+        if not (section.enable and section.search.memory):
             options.append('let blocks be recomputed: planner.enable = true, or activation_checkpoint.mode = "full"')
-        elif missing := [how for how in MEMORY_STRATEGIES if how not in section.memory_strategies]:
-            options.append(f"add {' and '.join(missing)} to planner.memory_strategies")
+        elif missing := [how for how in MEMORY_STRATEGIES if how not in section.search.memory_strategies]:
+            options.append(f"add {' and '.join(missing)} to planner.search.memory_strategies")
     size = " or model.encoder.sub_microbatch_size" if config.model.encoder else ""
     depth = "pipelines" if config.parallelism.pipelines else "pipeline_parallel_degree"
     options.append(f"lower training.seq_len{size}, or raise parallelism.{depth}")

@@ -107,7 +107,7 @@ def _scored(path: str, function: str, score: Callable[..., Any], answers: Sequen
         return of(answers)
     except ConfigError as error:
         raise ConfigError(
-            f"validation.metric: {error} (in {function}, {_failing(of, answers)}); mend it, or remove the metric"
+            f"validation.metric: {error} (in {function}, {_failing(of, answers)}); correct it, or remove the metric"
         ) from None
 
 

@@ -22,7 +22,7 @@ _ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Pairs:
+class HeldOutPairs:
     """Held-out pairs of one replica, in the order of their batches; a rank has the parts that exist on it."""
 
     replica: int
@@ -52,7 +52,7 @@ def _number(content: Tensor) -> int:
     return int.from_bytes(digest, signed=True)
 
 
-def recalls(parts: Iterable[Pairs]) -> dict[str, tuple[int, int]]:
+def recalls(parts: Iterable[HeldOutPairs]) -> dict[str, tuple[int, int]]:
     """What is looked for, as "captions@1" -> (found, looked for).
 
     Of each different image, one of its captions is looked for among the most similar of all different captions; of each

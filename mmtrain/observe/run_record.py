@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from mmtrain.config import config as config_module
 from mmtrain.config.config import Config
-from mmtrain.config.toml_sections import to_dict
+from mmtrain.config.toml_sections import RUN_FILE, to_dict
 from mmtrain.data.chat_templates import prompt_notes
 from mmtrain.data.tokenizer import job_tokenizer
 from mmtrain.errors import ConfigError, MMTrainError
@@ -90,7 +90,7 @@ class RunRecord(Observer):
         self._folder = Path(config.job.dump_folder)
 
         def write() -> None:
-            (self._folder / "config.toml").write_text(config_module.dump(self._written or config))
+            (self._folder / RUN_FILE).write_text(config_module.dump(self._written or config))
             write_environment(self._folder / "environment.json", mesh, step)
             if job.schedule.text:
                 copy = self._folder / f"schedule{job.schedule.suffix}"
@@ -190,7 +190,7 @@ def log_start(config: Config, jobs: Sequence[Job], device: torch.device, cut_s: 
         again: a running job goes on at another layout: the mesh alone.
     """
     num_ranks = local_world_size(config.parallelism.layout.world_size)
-    threads = search_threads(config.planner.threads, num_cores(), num_ranks)
+    threads = search_threads(config.planner.search.threads, num_cores(), num_ranks)
     lines = start_lines(
         config,
         jobs,

@@ -28,7 +28,7 @@ class StepFiles:
 
     @cached_property
     def timelines(self) -> dict[str, Timeline]:
-        """Measured and planned."""
+        """The measured and the planned timeline, by name."""
         return {"measured": self.timing.timeline(), "planned": self.plan.result.timeline}
 
     def write_trace(self, path: Path) -> None:

@@ -12,9 +12,9 @@ class Validated:
     """The validations up to a step."""
 
     step: int = -1
-    """After which the newest one was; -1: none yet."""
+    """The step of the newest one; -1: none yet."""
     figure: str = ""
-    """By which they are compared, with its direction."""
+    """The figure by which they are compared, with its direction."""
     best: float | None = None
     """Best value of the figure; None: there is none."""
     best_step: int = 0
@@ -37,7 +37,7 @@ class Validated:
         return made
 
     def after(self, step: int, figure: Figure, value: float) -> "Validated":
-        """That with one validation more. With another figure than before, comparing begins anew."""
+        """The validations with one more. With another figure than before, comparing begins anew."""
         before = self if self.figure == figure.text else Validated(figure=figure.text)
         if figure.better(value, before.best):
             return replace(before, step=step, best=value, best_step=step, since=0)

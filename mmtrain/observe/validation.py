@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmtrain.config.sections import ValidationConfig
-from mmtrain.data.questions import Answer, Key
+from mmtrain.data.questions import Answer, QuestionKey
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.models.batch import IGNORE_INDEX, with_other_captions
 from mmtrain.models.diffusion import ClipNoise
 from mmtrain.observe.by_source import SourceTotals, source_sums, source_totals
 from mmtrain.observe.clip_samples import ClipSamples, sampled
 from mmtrain.observe.own_metric import answer_numbers
-from mmtrain.observe.recall import Pairs, contents, recalls
+from mmtrain.observe.recall import HeldOutPairs, contents, recalls
 from mmtrain.observe.validated import Validated
 from mmtrain.parallel.batch_runner import BatchRunner
 from mmtrain.parallel.collectives import on_rank_zero
@@ -93,7 +93,7 @@ class Validator:
             result = dataclasses.replace(result, samples=samples)
         return result
 
-    def _next_tokens(self, item: Item) -> dict[Key, int]:
+    def _next_tokens(self, item: Item) -> dict[QuestionKey, int]:
         """The most likely next token of each question, over all replicas."""
         plan, _, predictions = self._predicted(item, noise=None)
         return next_tokens(plan, item.meta, predictions)
@@ -127,7 +127,7 @@ class Validator:
                     embeddings += [predictions[work] for work in sorted(predictions)]
                 else:
                     count_answers(plan, item.meta, item.labels, predictions, accuracy)
-        pairs = Pairs(replica=mesh.dp_rank, embeddings=embeddings, contents=of_pairs)
+        pairs = HeldOutPairs(replica=mesh.dp_rank, embeddings=embeddings, contents=of_pairs)
         return validation_of_all(loss_sum, num_targets, accuracy, self.sources, by_source, pairs)
 
 
@@ -182,17 +182,17 @@ def whole_predictions(
     return whole
 
 
-def next_tokens(plan: IterationPlan, meta: IterationMeta, predictions: Mapping[int, Tensor]) -> dict[Key, int]:
+def next_tokens(plan: IterationPlan, meta: IterationMeta, predictions: Mapping[int, Tensor]) -> dict[QuestionKey, int]:
     """The predicted token of each document with a label, which is one, over all replicas. Collective over the job.
 
     Args: predictions: as of `whole_predictions`, on one rank of each submesh; elsewhere empty.
     """
-    local: dict[Key, int] = {}
+    local: dict[QuestionKey, int] = {}
     for work, predicted in predictions.items():
         documents = meta.microbatches[plan.batching.works[work].microbatch].documents
         keys = [(document.source, document.sample) for document in documents if document.num_targets]
         local |= zip(keys, predicted.tolist(), strict=True)
-    parts: list[dict[Key, int]] = [{}] * dist.get_world_size()
+    parts: list[dict[QuestionKey, int]] = [{}] * dist.get_world_size()
     dist.all_gather_object(parts, local)
     return {key: token for part in parts for key, token in part.items()}
 
@@ -203,7 +203,7 @@ def validation_of_all(
     counts: Mapping[str, tuple[int, int]],
     sources: Sequence[str],
     by_source: Tensor,
-    pairs: Pairs,
+    pairs: HeldOutPairs,
 ) -> Validation:
     """The validation over all replicas. Collective over the job.
 

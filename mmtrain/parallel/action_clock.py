@@ -1,4 +1,4 @@
-"""When the actions of a rank run."""
+"""Clocks of the actions of a rank."""
 
 import time
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import torch
 from mmtrain.schedule.action import Action
 
 Times = tuple[tuple[tuple[Action, float, float], ...], tuple[float, float]]
-"""(action, start, end) of each action, and start and end of the program: seconds."""
+"""The (action, start, end) of each action, and start and end of the program: seconds."""
 
 
 class ActionClock:

@@ -46,7 +46,8 @@ class ActivationMemory:
         self.offloader = offloader or Offloader(_device_of(blocks))
         self._works: dict[int, Offloaded] = {}
         self._loose = self._open = Offloaded(self.offloader)
-        """Of calls outside of `of`, as measurements make them: gone with their backward, or by `clear`."""
+        """The activations of calls outside of `of`, as measurements make them: freed by their backward, or by
+        `clear`."""
         self._contexts = partial(create_selective_checkpoint_contexts, partial(_policy, saved_ops(section)))
         for index, block in enumerate(blocks):
             block.forward = _Switched(self, index, block)

@@ -1,4 +1,4 @@
-"""From which state an elastic job goes on: what all ranks of a new generation tell, and what follows from it. Pure.
+"""The state from which an elastic job continues: what all ranks of a new generation report, and what follows. Pure.
 
 A state is named by its *mark*: the generation in which its last step was applied, and the step. The newest mark counts:
 a node that was left out for a while may hold a step that the others have done again in another layout.
@@ -14,18 +14,18 @@ from typing import Any
 from mmtrain.errors import TrainingError
 
 Mark = tuple[int, int]
-"""(generation that applied the last step, step)."""
+"""The generation that applied the last step, and the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """What a rank tells."""
+class RankReport:
+    """What a rank reports to the others of its generation."""
 
     node: str
     mark: Mark | None = None
-    """Of the state that it holds."""
+    """The mark of the state that the rank holds."""
     reached: Mark | None = None
-    """Of a step whose gradients are complete on this rank, but which it has not applied."""
+    """The mark of a step whose gradients are complete on this rank, but which it has not applied."""
     has_totals: bool = False
     """Whether it knows the totals of the step that it reached, or else of the last one that it applied."""
     began: int = 0
@@ -33,19 +33,19 @@ class Report:
     ended: int = 0
     """The newest step after which it has validated and saved, where that was due."""
     layers: tuple[tuple[str, int], ...] = ()
-    """(module, layer) of which it holds a part of the state."""
+    """The layers (module, layer) of whose state it holds a part."""
     device_bytes: float = 0.0
     process_bytes: float = 0.0
     """See `DeviceMemory`: what the job agreed on, or of this process."""
     inputs: tuple[tuple[str, str], ...] = ()
-    """(subject, digest) of what its process started from."""
+    """The digests of what its process started from, by subject."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """The report as a table for JSON."""
         return asdict(self)
 
     @classmethod
-    def parse(cls, raw: Any) -> "Report":
+    def parse(cls, raw: Any) -> "RankReport":
         """The inverse of `to_dict`. Raises: TrainingError: it is none."""
         try:
             if set(raw) != set(cls.__slots__):
@@ -94,7 +94,7 @@ class Agreement:
         return self.marks[0][1] if self.marks else ()
 
 
-def agree(reports: Sequence[Report]) -> Agreement:
+def agree(reports: Sequence[RankReport]) -> Agreement:
     """What the ranks of a generation do. Args: [rank] -> its report."""
     known = {_totals_of(one) for one in reports} - {None}
     proven = max((one.reached for one in reports if one.reached in known and one.reached is not None), default=None)
@@ -112,12 +112,12 @@ def agree(reports: Sequence[Report]) -> Agreement:
     )
 
 
-def _totals_of(one: Report) -> Mark | None:
+def _totals_of(one: RankReport) -> Mark | None:
     """The step of which a rank knows the totals."""
     return (one.reached or one.mark) if one.has_totals else None
 
 
-def differing_inputs(reports: Sequence[Report], holders: Sequence[int]) -> Mapping[str, str]:
+def differing_inputs(reports: Sequence[RankReport], holders: Sequence[int]) -> Mapping[str, str]:
     """Node without the state -> a subject in which it differs from those with it: it cannot take part."""
     wanted = dict(subject for rank in holders for subject in reports[rank].inputs)
     return {

@@ -1,4 +1,4 @@
-"""That all ranks of a job start from the same: compared through the store in which they met, before anything is built.
+"""The comparison of what the ranks of a job start from, over the store of their rendezvous, before anything is built.
 
 A rank gives a digest of each subject. Values are exchanged only of a subject that differs, by one rank of each kind.
 """
@@ -31,7 +31,7 @@ class Subject:
 
     @property
     def digest(self) -> str:
-        """Of all its values."""
+        """The digest of all its values."""
         return hashlib.sha256(json.dumps(self.values, sort_keys=True).encode()).hexdigest()[:24]
 
 
@@ -76,8 +76,8 @@ def _difference(store: dist.Store, kinds: Mapping[str, Sequence[Sequence[int]]],
         given = [json.loads(store.get(f"{name} of {ranks[0]}")) for ranks in groups]
         remedy, partial, _ = given[0]
         where = [describe_ranks(ranks, hosts) for ranks in groups]
-        if told := _keys([values for *_, values in given], where, partial=partial):
-            found[name] = f"{told}; {remedy}"
+        if text := _keys([values for *_, values in given], where, partial=partial):
+            found[name] = f"{text}; {remedy}"
     if not found:
         return ""
     first, *others = found
@@ -87,7 +87,7 @@ def _difference(store: dist.Store, kinds: Mapping[str, Sequence[Sequence[int]]],
 
 def _keys(given: Sequence[Mapping[str, str]], where: Sequence[str], *, partial: bool) -> str:
     """The keys that differ, with their values and ranks. Args: given, where: of each kind of rank."""
-    told = []
+    differences = []
     for key in dict.fromkeys(key for values in given for key in values):
         by_value: dict[str | None, list[str]] = {}
         for values, ranks in zip(given, where, strict=True):
@@ -95,9 +95,9 @@ def _keys(given: Sequence[Mapping[str, str]], where: Sequence[str], *, partial: 
                 by_value.setdefault(values.get(key), []).append(ranks)
         if len(by_value) > 1:
             parts = [f"{_value(value)} on {' and '.join(ranks)}" for value, ranks in by_value.items()]
-            told.append(f"{key} = {', but '.join(parts)}")
-    more = [f"{len(told) - _MOST_KEYS} more"] if len(told) > _MOST_KEYS else []
-    return "; ".join([*told[:_MOST_KEYS], *more])
+            differences.append(f"{key} = {', but '.join(parts)}")
+    more = [f"{len(differences) - _MOST_KEYS} more"] if len(differences) > _MOST_KEYS else []
+    return "; ".join([*differences[:_MOST_KEYS], *more])
 
 
 def _value(value: str | None) -> str:

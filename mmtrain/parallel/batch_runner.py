@@ -27,7 +27,7 @@ from mmtrain.parallel.feed_ahead import FeedAhead, Uploads, forwards_of
 from mmtrain.parallel.feeds.inputs import StepInputs
 from mmtrain.parallel.grads import fill_missing_grads, squared_norm
 from mmtrain.parallel.offload import copies_to
-from mmtrain.parallel.placement import Placement
+from mmtrain.parallel.placement import JobPlacement
 from mmtrain.parallel.planning import PendingPlan
 from mmtrain.parallel.replica_data import Item
 from mmtrain.parallel.runtime import StepOutcome
@@ -65,7 +65,7 @@ class BatchRunner:
 
     training: TrainingConfig
     job: Job
-    placement: Placement
+    placement: JobPlacement
     loss: Loss
     """That the model is trained with."""
     want_losses: bool

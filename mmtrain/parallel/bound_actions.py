@@ -16,11 +16,11 @@ class BoundAction:
 
     action: Action
     stage: ModalityStage
-    """Of a block the first one's."""
+    """The stage of the action; that of the first one of a block."""
     parts: tuple["BoundAction", ...] = ()
     """The passes of a compute action: of a block both, else itself alone."""
     work: int = -1
-    """Of a compute action."""
+    """The work of a compute action."""
     transfer: Transfer | None = None
     """What a send or receive moves."""
     waits: tuple[tuple[Transfer, tuple[Transfer, ...]], ...] = ()

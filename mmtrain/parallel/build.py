@@ -17,7 +17,8 @@ from mmtrain.models.chunk import TIED_NAMES, Chunk
 from mmtrain.models.initialise import init_weights
 from mmtrain.models.pretrained import load_pretrained
 from mmtrain.parallel.activation_memory import ActivationMemory
-from mmtrain.parallel.fill import Local, fill_chunk
+from mmtrain.parallel.compile import compile_blocks
+from mmtrain.parallel.fill import LocalPart, fill_chunk
 from mmtrain.parallel.fsdp import DTYPES, apply_fsdp
 from mmtrain.parallel.layer_sums import LayerSums
 from mmtrain.parallel.mesh import Mesh
@@ -59,16 +60,18 @@ def build_local_model(
     seed: int,
     regathered: Collection[str] = (),
     recompute: ActivationCheckpointConfig | None = None,
-    local: Local | None = None,
+    compiled: bool = False,
+    local: LocalPart | None = None,
 ) -> LocalModel:
-    """Builds this rank's chunks, in a fixed order: meta -> memory -> random or stored weights -> TP -> the switch
-    of the activations of blocks -> FSDP2. Collective over the job.
+    """Builds this rank's chunks, in a fixed order: meta -> memory -> random or stored weights -> TP -> compiled blocks
+    -> the switch of their activations -> FSDP2. Collective over the job.
 
     Values depend only on the seed and the parameter's name, not on the layout.
 
     Args:
         regathered: modules of the config whose parameters are gathered at each use, not once a step.
         recompute: how blocks treat their activations if the program does not say; None: they keep them.
+        compiled: whether blocks are compiled.
         local: what this rank has of the model's state: chunks stay on meta until they are sharded, then take it over,
             and all other parameters have undefined values; None: random or stored weights.
     """
@@ -92,7 +95,10 @@ def build_local_model(
             if local is None:
                 _begin(chunk, model, seed)
             _drop_masters(chunk, training)
-            memory = ActivationMemory(_divide(chunk, module, mesh), switch, offloader)
+            _divide(chunk, module, mesh)
+            if compiled:
+                compile_blocks(chunk)
+            memory = ActivationMemory(chunk.blocks(), switch, offloader)
             _shard(chunk, module, mesh, training, reshard=module.section in regathered, local=local, aliases=aliases)
             tied |= {rows: chunk} if rows is not None else {}
         else:
@@ -109,6 +115,7 @@ def build_local_model(
             divided=_is_divided(module, mesh),
             output_dtypes=output_dtypes,
             reduces=reused is None,
+            compiled=chunk.blocks() if compiled else (),
         )
         chunks.append(chunk)
         stages.append(stage)
@@ -151,11 +158,10 @@ def _is_divided(module: ModuleSpec, mesh: Mesh) -> bool:
     return mesh.layout.tp > 1 and module.num_params > 0 and not whole
 
 
-def _divide(chunk: Chunk, module: ModuleSpec, mesh: Mesh) -> list[nn.Module]:
-    """The blocks of a chunk, which tensor-parallel ranks have divided."""
+def _divide(chunk: Chunk, module: ModuleSpec, mesh: Mesh) -> None:
+    """Divides a chunk over tensor-parallel ranks."""
     if _is_divided(module, mesh):
         apply_tensor_parallel(chunk, mesh.tp, whole_rows=mesh.whole_rows)
-    return chunk.blocks()
 
 
 def _shard(
@@ -165,7 +171,7 @@ def _shard(
     training: TrainingConfig,
     *,
     reshard: bool,
-    local: Local | None,
+    local: LocalPart | None,
     aliases: Mapping[str, str],
 ) -> None:
     """Lets FSDP2 shard a chunk, and fills it with what this rank has; arguments as of `build_local_model`."""

@@ -14,9 +14,9 @@ _Value = TypeVar("_Value")
 
 # Names since torch 2.13, which warns of the older ones.
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-"""(out, x, group=): the parts of all ranks, flattened, one after the other."""
+"""Writes to `out` the parts x of all ranks, flattened, one after the other: all_gather(out, x, group=)."""
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-"""(out, x, group=): this rank's part of the sum over ranks."""
+"""Writes to `out` this rank's part of the sum of x over ranks: reduce_scatter(out, x, group=)."""
 
 
 def on_rank_zero(act: Callable[[], _Value]) -> _Value:

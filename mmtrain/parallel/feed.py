@@ -10,7 +10,7 @@ from mmtrain.planner.partition.partition import Partition
 from mmtrain.spec.spec import ModuleSpec
 
 ModuleFeed = Callable[[bool, bool, int], Arguments]
-"""(whether the module begins and ends with a stage, work) -> arguments of that stage's chunk."""
+"""A function (whether the module begins and ends with a stage, work) -> the arguments of that stage's chunk."""
 
 FEEDS: dict[str, Callable[[StepInputs, ModuleSpec], ModuleFeed]] = {
     "images": ImagesFeed,
@@ -23,11 +23,11 @@ FEEDS: dict[str, Callable[[StepInputs, ModuleSpec], ModuleFeed]] = {
     "latents": LatentsFeed,
     "frames": FramesFeed,
 }
-"""By what a module consumes, as in `modality.catalogue.MODALITIES`."""
+"""The feeds by what a module consumes, as in `modality.catalogue.MODALITIES`."""
 
 
 class StepFeed:
-    """(stage, work) -> (args, kwargs) for `PipelineScheduleRuntime.step`.
+    """The feed of `PipelineScheduleRuntime.step`: the arguments (args, kwargs) of a stage's chunk for a work.
 
     A rank needs only the data of its stages: pixels and token ids for the modules' first stages, labels for the last
     language stage, latents where a DiT begins and ends; lengths and grids come from the metadata.

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mmtrain.models.transfer import pinned
-from mmtrain.parallel.offload import Copies, Copy
+from mmtrain.parallel.offload import Copies, TensorCopy
 from mmtrain.parallel.runtime import Feed
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.passes.lower import Program
@@ -32,7 +32,7 @@ class Uploads:
     def __init__(self, device: torch.device, copies: Copies | None) -> None:
         """Args: copies: how they are made; None: the device is the host, which needs none."""
         self._device, self._copies = device, copies
-        self._open: list[Copy] = []
+        self._open: list[TensorCopy] = []
 
     def add(self, values: Tensor | np.ndarray[Any, Any]) -> Tensor:
         """Values of the host on the device, undefined there until a later `start` is waited for; without copies the

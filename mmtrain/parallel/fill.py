@@ -11,14 +11,14 @@ from torch.distributed.tensor import DTensor
 
 from mmtrain.parallel.torch_private import as_dtensor, raw_part
 
-Local = Callable[[str, Tensor, torch.dtype, int], Tensor | None]
-"""(stored name, a tensor of the same shape and sharding, dtype, row of the stored one with which it begins) -> just
-that part, if this rank has it, to be taken over; else None. A part is given once: two copies of a tensor must not share
-memory."""
+LocalPart = Callable[[str, Tensor, torch.dtype, int], Tensor | None]
+"""A function (stored name, a tensor of the same shape and sharding, dtype, row of the stored one with which it begins)
+-> just that part, if this rank has it, to be taken over; else None. A part is given once: two copies of a tensor must
+not share memory."""
 
 
 def fill_chunk(
-    chunk: nn.Module, local: Local, aliases: Mapping[str, str], *, device: torch.device, buffers: torch.device
+    chunk: nn.Module, local: LocalPart, aliases: Mapping[str, str], *, device: torch.device, buffers: torch.device
 ) -> None:
     """Gives memory to the parameters of a chunk, and moves its buffers; a shared parameter stays shared.
 

@@ -23,11 +23,11 @@ from mmtrain.parallel import leave
 from mmtrain.parallel.torch_private import abort_device_groups, end_all_groups
 
 _PAUSE_S = 0.01
-"""Between two looks for the other ranks."""
+"""The pause between two checks for the other ranks, seconds."""
 
 
 class Generation:
-    """Made by `meet`. Its threads and sockets end with `end`."""
+    """The process groups and the store of one membership. Its threads and sockets end with `end`."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Generation:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Of all its ranks, not registered with torch."""
+        """The group of all its ranks, not registered with torch."""
         assert self._group is not None
         return self._group
 
@@ -183,12 +183,12 @@ class Generation:
             timeout=timedelta(seconds=self._timeout_s),
         )
 
-    def tell(self, error: MMTrainError) -> None:
+    def report_error(self, error: MMTrainError) -> None:
         """Leaves for the others why this rank ends the job."""
         with suppress(RuntimeError):
             self.store.set("reason", json.dumps([type(error).__name__, str(error)]))
 
-    def told(self) -> MMTrainError | None:
+    def reported_error(self) -> MMTrainError | None:
         """Why another rank ended the job, if one did."""
         with suppress(RuntimeError, ValueError, TypeError):
             if self.store.check(["reason"]):

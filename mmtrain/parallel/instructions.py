@@ -15,17 +15,18 @@ from mmtrain.schedule.recipe.instructions import InstructionFunction, StageView,
 from mmtrain.schedule.recipe.limits import call
 
 Functions = Mapping[tuple[Kind, int], InstructionFunction]
-"""(kind, stage) -> function."""
+"""The function of each instruction, by kind and stage."""
 
 
 class Instructions:
-    """Those of one loaded program. An output is held from its forward to the last instruction that sees it."""
+    """The instructions of one loaded program. An output is held from its forward to the last instruction that sees
+    it."""
 
     def __init__(self, graph: WorkGraph, functions: Functions) -> None:
         """Args: functions: of all instructions that are bound."""
         self._graph, self._functions = graph, functions
         self._last: dict[tuple[int, int], Action] = {}
-        """(stage, work) whose output is seen -> the last action that does."""
+        """The last action that sees the output of a (stage, work), where one does."""
         self._outputs: dict[tuple[int, int], Tensor] = {}
 
     def bind(self, bound: BoundAction, where: str) -> None:

@@ -28,8 +28,8 @@ class JobGroup:
         self._owns = not dist.is_initialized()
         self._store = meet(config.comm) if self._owns else default_store()
         self._patience = Patience.at_start(config.comm)
-        self.lost = False
-        """A rank does not answer: the process groups are of no use any more."""
+        self.lost_rank = False
+        """Whether a rank does not answer: the process groups are of no use any more."""
 
     @contextmanager
     def joined(self, schedule: Schedule, locate: Callable[[str], str]) -> Iterator[None]:
@@ -49,7 +49,7 @@ class JobGroup:
                     init_process_group(config.comm, self._device, self._store)
                 yield
         except MMTrainError as error:
-            self.lost = is_communication(error.__cause__)
+            self.lost_rank = is_communication(error.__cause__)
             raise
 
     def steps_begin(self) -> None:
@@ -59,5 +59,5 @@ class JobGroup:
 
     def leave(self) -> None:
         """Ends the process group, unless it is the caller's."""
-        if self._owns and not self.lost and dist.is_initialized():  # it would wait for the lost rank
+        if self._owns and not self.lost_rank and dist.is_initialized():  # it would wait for the lost rank
             dist.destroy_process_group()

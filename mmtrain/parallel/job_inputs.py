@@ -24,13 +24,20 @@ from mmtrain.parallel.alike import Subject
 from mmtrain.schedule.library.catalogue import Schedule
 from mmtrain.spec.hub_files import cached_folder, local_path
 
-MAY_DIFFER = ("job.description", "job.dump_folder", "data.num_workers", "data.prefetch", "planner.threads", "metrics.")
+MAY_DIFFER = (
+    "job.description",
+    "job.dump_folder",
+    "data.num_workers",
+    "data.prefetch",
+    "planner.search.threads",
+    "metrics.",
+)
 """Beginnings of the keys of the config that each node may have for itself; `check_shared` is about job.dump_folder."""
 
 _PACKAGES = (
     "torchtitan", "transformers", "tokenizers", "datasets", "diffusers", "peft", "numpy", "numba", "scipy", "pillow",
 )  # fmt: skip
-"""Those that decide, next to torch, what is learnt or in which order."""
+"""The packages that decide, next to torch, what is learnt or in which order."""
 
 _MODEL = ("config.json", "adapter_config.json", "*.safetensors.index.json", "*.safetensors")
 _TOKENIZER = (
@@ -78,7 +85,7 @@ def job_inputs(config: Config, schedule: Schedule, device: torch.device, launche
 def node_inputs(
     config: Config, schedule: Schedule, device: torch.device, local_rank: int, ranks: int
 ) -> tuple[Subject, ...]:
-    """The same of a rank of an elastic job, where each node may read the data.
+    """What a rank of an elastic job starts from, where each node may read the data.
 
     Args: config: of one stage; ranks: of a node.
     """
@@ -179,7 +186,7 @@ def _data(settings: Settings) -> dict[str, str]:
 
 
 def _named(settings: Settings, end: str) -> list[tuple[str, str]]:
-    """(key, value) of the keys with this last part, the first one of each value."""
+    """The keys with this last part, each with its value; the first one of each value."""
     keys = {value: key for key, value in reversed(list(settings.items())) if value and key.rpartition(".")[2] == end}
     return [(key, value) for value, key in keys.items()]
 
@@ -226,7 +233,7 @@ def _readable(key: str, source: str, read: Callable[[str, Path], dict[str, str]]
 
 
 def _digest(path: Path) -> str:
-    """Of a file's content; of weights, of their header and size."""
+    """The digest of a file's content; for weights, of their header and size."""
     with path.open("rb") as file:
         if path.suffix != ".safetensors":
             return _short(file.read())

@@ -25,28 +25,28 @@ from mmtrain.parallel.mesh import Mesh
 from mmtrain.spec.spec import VocabularyRows
 
 MOST_ELEMENTS = 1 << 25
-"""Of a message: 128 MiB of float32."""
+"""The most elements of a message: 128 MiB of float32."""
 
 
-class _Held(NamedTuple):
+class _HeldParameter(NamedTuple):
     """What a rank says of a parameter that trains."""
 
     name: str
     """A tied copy has that of its original; rows of a larger matrix have theirs in it."""
     stage: int
     shape: tuple[int, ...]
-    """Of this rank's shard."""
+    """The shape of this rank's shard."""
     elements: int
-    """Of a shard, on average: equal at all positions in a stage."""
+    """The elements of a shard, on average: equal at all positions in a stage."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Message:
+class _GradientMessage:
     """Parameters with equal holders."""
 
     names: tuple[str, ...]
     holders: tuple[tuple[int, tuple[int, ...]], ...]
-    """(position in the column, its stages that have them)."""
+    """Positions in the column, each with its stages that have the parameters."""
 
     @property
     def positions(self) -> tuple[int, ...]:
@@ -61,9 +61,9 @@ class _Sum:
     copies: tuple[tuple[nn.Parameter, ...], ...]
     """[parameter of the message] -> its copies on this rank."""
     stages: frozenset[int]
-    """Of this rank, that have them."""
+    """The stages of this rank that have them."""
     group: dist.ProcessGroup | None
-    """Their holders; None: only this rank."""
+    """The group of their holders; None: only this rank."""
     flat: Tensor | None = None
     work: dist.Work | None = None
 
@@ -97,7 +97,7 @@ class LayerSums:
 
     sums: Sequence[_Sum] = ()
     dtype: torch.dtype = torch.float32
-    """Of the messages."""
+    """The dtype of the messages."""
     _reduced: set[int] = field(default_factory=set)
     _started: int = 0
 
@@ -116,7 +116,7 @@ class LayerSums:
         if len(mesh.column) == 1 and not aliases:
             return cls()
         named: dict[tuple[str, int], list[nn.Parameter]] = {}
-        table: list[_Held] = []
+        table: list[_HeldParameter] = []
         seen: set[nn.Parameter] = set()  # two stages may have one chunk
         for index, chunk in stages.items():
             rows: Mapping[str, VocabularyRows] = getattr(chunk, "stored_rows", {})
@@ -126,7 +126,7 @@ class LayerSums:
                     shards = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
                     shape, elements = tuple(local_part(parameter).shape), parameter.numel() // shards
                     whose = f"[{rows[name].first}:{rows[name].last}]" if name in rows else ""
-                    own = _Held(aliases.get(name, name) + whose, index, shape, elements)
+                    own = _HeldParameter(aliases.get(name, name) + whose, index, shape, elements)
                     table.append(own)
                     named.setdefault((own.name, own.stage), []).append(parameter)
         messages = _messages(_tables(table, mesh), mesh)
@@ -175,7 +175,7 @@ def _added(copies: Sequence[nn.Parameter]) -> Tensor:
     return total
 
 
-def _tables(table: list[_Held], mesh: Mesh) -> list[list[_Held]]:
+def _tables(table: list[_HeldParameter], mesh: Mesh) -> list[list[_HeldParameter]]:
     """[position in the column] -> what that rank holds. Collective over the column."""
     tables: list[Any] = [table] * len(mesh.column)
     if mesh.column_group is not None:
@@ -183,14 +183,14 @@ def _tables(table: list[_Held], mesh: Mesh) -> list[list[_Held]]:
     return tables
 
 
-def _messages(tables: Sequence[Sequence[_Held]], mesh: Mesh) -> list[_Message]:
+def _messages(tables: Sequence[Sequence[_HeldParameter]], mesh: Mesh) -> list[_GradientMessage]:
     """The messages of the job in the order in which all ranks walk them.
 
     Args: tables: [position in the column] -> its parameters, in forward order.
     Raises: PlanError: pipelines have different parameters, or other shards of them.
     """
     pipelines = [mesh.layout.coordinates(rank).pipeline for rank in mesh.column]
-    holders: dict[str, dict[int, list[_Held]]] = {}
+    holders: dict[str, dict[int, list[_HeldParameter]]] = {}
     for position, held in enumerate(tables):
         for one in held:
             holders.setdefault(one.name, {}).setdefault(position, []).append(one)
@@ -208,19 +208,21 @@ def _messages(tables: Sequence[Sequence[_Held]], mesh: Mesh) -> list[_Message]:
                 f"pipelines do not hold equal shards of {name}: {sorted(shapes)} on ranks "
                 f"{[mesh.column[at] for at in positions]}; all need one version of mmtrain and equal configs"
             )
-    messages: list[_Message] = []
+    messages: list[_GradientMessage] = []
     for key, names in groupby(reversed(forward), lambda name: _holders_of(holders[name])):
         alone = len(key) == 1 and len(key[0][1]) == 1
         for part in [] if alone else _parts(list(names), holders):
-            messages.append(_Message(part, key))
+            messages.append(_GradientMessage(part, key))
     return messages
 
 
-def _holders_of(held: Mapping[int, Sequence[_Held]]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+def _holders_of(held: Mapping[int, Sequence[_HeldParameter]]) -> tuple[tuple[int, tuple[int, ...]], ...]:
     return tuple((position, tuple(sorted({one.stage for one in own}))) for position, own in sorted(held.items()))
 
 
-def _parts(names: Sequence[str], holders: Mapping[str, Mapping[int, Sequence[_Held]]]) -> list[tuple[str, ...]]:
+def _parts(
+    names: Sequence[str], holders: Mapping[str, Mapping[int, Sequence[_HeldParameter]]]
+) -> list[tuple[str, ...]]:
     """Names in a row, in as few messages as their sizes allow."""
     parts: list[list[str]] = [[]]
     size = 0
@@ -234,7 +236,7 @@ def _parts(names: Sequence[str], holders: Mapping[str, Mapping[int, Sequence[_He
     return [tuple(part) for part in parts]
 
 
-def _check_equal(messages: Sequence[_Message], mesh: Mesh) -> None:
+def _check_equal(messages: Sequence[_GradientMessage], mesh: Mesh) -> None:
     """Checks that all ranks walk the same sums in the same order. Collective over the job.
 
     Raises: PlanError: they do not.
@@ -247,7 +249,7 @@ def _check_equal(messages: Sequence[_Message], mesh: Mesh) -> None:
         )
 
 
-def _groups(messages: Sequence[_Message], mesh: Mesh) -> dict[tuple[int, ...], dist.ProcessGroup]:
+def _groups(messages: Sequence[_GradientMessage], mesh: Mesh) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """Positions -> the group of this rank's column. Collective over the job: every rank makes every group."""
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for positions in dict.fromkeys(message.positions for message in messages if len(message.positions) > 1):

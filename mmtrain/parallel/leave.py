@@ -95,11 +95,11 @@ class Ring:
     Args:
         group: gloo's, used by nothing else, whose timeout is the time after which a rank counts as silent.
         silent_s: that time.
-        lost: called once by a thread when the next rank is silent or gone.
+        on_loss: called once by a thread when the next rank is silent or gone.
     """
 
-    def __init__(self, group: dist.ProcessGroup, silent_s: float, lost: Callable[[], None]) -> None:
-        self._group, self._silent_s, self._lost = group, silent_s, lost
+    def __init__(self, group: dist.ProcessGroup, silent_s: float, on_loss: Callable[[], None]) -> None:
+        self._group, self._silent_s, self._on_loss = group, silent_s, on_loss
         self._ended = threading.Event()
         self._threads = [
             threading.Thread(target=run, name=name, daemon=True)
@@ -109,7 +109,7 @@ class Ring:
             thread.start()
 
     def end(self) -> None:
-        """Ends without a call of `lost`. The threads end once their sockets are shut down."""
+        """Ends without a call of `on_loss`. The threads end once their sockets are shut down."""
         self._ended.set()
 
     def join(self) -> None:
@@ -136,4 +136,4 @@ class Ring:
                 self._group.recv([beat], after, 0).wait(timedelta(seconds=self._silent_s))
         except RuntimeError:
             if not self._ended.is_set():
-                self._lost()
+                self._on_loss()

@@ -17,7 +17,7 @@ _START_S = 120.0
 """Ranks may start this long after each other, whatever comm.timeout_seconds says."""
 
 _LONGEST_PAUSE_S = 0.25
-"""Between two looks for a key."""
+"""The longest pause between two checks for a key, seconds."""
 
 _LOOK_S = 1.0
 """How often a rank looks whether rank 0 has come later than itself."""
@@ -29,18 +29,18 @@ class Patience:
 
     seconds: float
     rule: str
-    """What says so, for messages."""
+    """The key that sets it, for messages."""
 
     @classmethod
     def at_start(cls, comm: CommConfig) -> "Patience":
-        """Before the first step: processes start, and rank 0 works alone, for longer than steps take."""
+        """The patience before the first step: processes start, and rank 0 works alone, for longer than steps take."""
         if comm.timeout_seconds >= _START_S:
             return cls.later(comm)
         return cls(seconds=_START_S, rule="comm.timeout_seconds, but at least 120 before the first step")
 
     @classmethod
     def later(cls, comm: CommConfig) -> "Patience":
-        """From the first step on."""
+        """The patience from the first step on."""
         return cls(seconds=comm.timeout_seconds, rule="comm.timeout_seconds")
 
 

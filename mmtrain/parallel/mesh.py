@@ -77,7 +77,7 @@ class Mesh:
     place: Coordinates
     device: torch.device
     stage: DeviceMesh
-    """(fsdp, tp): the ranks of this rank's stage, where fsdp is dp_shard x cp."""
+    """The axes (fsdp, tp): the ranks of this rank's stage, where fsdp is dp_shard x cp."""
     pp_group: dist.ProcessGroup
     """Ranks that differ only in pp: one model replica's pipeline. Also carries its transfers on gloo."""
     pp_ranks: tuple[int, ...]
@@ -85,13 +85,13 @@ class Mesh:
     replica_group: dist.ProcessGroup | None
     """Ranks of one model replica, pp x cp x tp: they run one program on one batch; None for one rank."""
     replica_ranks: tuple[int, ...]
-    """Their global ranks; the first is the leader."""
+    """The global ranks of the replica; the first is the leader."""
     submesh_group: dist.ProcessGroup | None
     """Ranks that differ only in cp or tp, cp outermost: the submesh of this pp_rank; None for one rank."""
     cp_group: dist.ProcessGroup | None
     """Ranks that differ only in cp; None for one."""
     encoder_mesh: DeviceMesh | None
-    """dp_shard x cp x tp, where tp ranks hold whole encoders."""
+    """The ranks dp_shard x cp x tp, where tp ranks hold whole encoders."""
     column: tuple[int, ...]
     """The global ranks at this rank's place in a stage, over all stages of all pipelines."""
     column_group: dist.ProcessGroup | None
@@ -107,7 +107,7 @@ class Mesh:
 
     @property
     def dp_rank(self) -> int:
-        """Which replica's data this rank reads."""
+        """The replica whose data this rank reads."""
         return self.layout.dp_rank(self.rank)
 
     @property
@@ -161,7 +161,7 @@ class Mesh:
 
 
 Hop = tuple[int, int]
-"""(source, target): two pp_ranks, of which the first sends to the second."""
+"""Two pp_ranks (source, target), of which the first sends to the second."""
 
 Route = tuple[dist.ProcessGroup, int]
 """A process group, and the rank in it of the other end of a transfer."""

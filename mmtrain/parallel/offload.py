@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-Copy = tuple[Tensor, Tensor]
+TensorCopy = tuple[Tensor, Tensor]
 """(to, from), bytes."""
 
 
@@ -38,7 +38,7 @@ class Copies(Protocol):
     def buffer(self, num_bytes: int) -> Tensor:
         """Host memory that copies reach, uint8."""
 
-    def start(self, copies: Sequence[Copy]) -> Any:
+    def start(self, copies: Sequence[TensorCopy]) -> Any:
         """Starts copies, after all that was computed so far; returns the argument of `wait`."""
 
     def wait(self, started: Any) -> None:
@@ -53,7 +53,7 @@ class PlainCopies:
     def buffer(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def start(self, copies: Sequence[Copy]) -> None:
+    def start(self, copies: Sequence[TensorCopy]) -> None:
         for to, source in copies:
             to.copy_(source)
 
@@ -74,7 +74,7 @@ class StreamCopies:
     def buffer(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
-    def start(self, copies: Sequence[Copy]) -> Any:
+    def start(self, copies: Sequence[TensorCopy]) -> Any:
         # After the tensors are computed, or after the former use of the memory that they come back to.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from mmtrain.config.optimizer import LRSchedulerConfig, OptimizerConfig, OptimizerGroup
 from mmtrain.errors import ConfigError
 from mmtrain.models.trainable import part_of
-from mmtrain.parallel.fill import Local, new_part, stored_as
+from mmtrain.parallel.fill import LocalPart, new_part, stored_as
 from mmtrain.parallel.grads import local_part
 from mmtrain.parallel.titan import FrozenAwareOptimizers, ParamGroupConfig, init_optim_state
 from mmtrain.parallel.torch_private import raw_part
@@ -28,7 +28,7 @@ _BUCKET = 1 << 24
 
 
 class LocalOptimizers(FrozenAwareOptimizers):
-    """torchtitan's container, whose optimizers compute on this rank's parts of DTensors.
+    """The container of torchtitan, whose optimizers compute on this rank's parts of DTensors.
 
     Updates are elementwise, so that plain tensors give the values of DTensors, bit for bit, without the sharding rules
     of operations on whole lists of DTensors (0.8 s of the first step on a CPU). Parameters and moments stay DTensors.
@@ -75,7 +75,8 @@ class LocalOptimizers(FrozenAwareOptimizers):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within it, parameters have the values of their averages, if these exist: before the first step none does."""
+        """A context in which parameters have the values of their averages, if these exist: before the first step none
+        does."""
         self._swap_averages()
         try:
             yield
@@ -107,7 +108,7 @@ class LocalOptimizers(FrozenAwareOptimizers):
                 stored = state_dict[f"state.{name}.{key}"]
                 values[key] = (stored if parameter.dtype != self._moments else values[key]).to(self._moments)
 
-    def fill(self, local: Local, aliases: Mapping[str, str], first: Mapping[str, int]) -> None:
+    def fill(self, local: LocalPart, aliases: Mapping[str, str], first: Mapping[str, int]) -> None:
         """Gives memory to all moments and averages, whose values are undefined where this rank has none.
 
         Args:
@@ -128,7 +129,8 @@ class LocalOptimizers(FrozenAwareOptimizers):
                 state[key] = stored_as(part, parameter)
 
     def trained(self) -> Iterator[tuple[str, torch.Tensor, torch.optim.Optimizer, dict[str, Any]]]:
-        """(name, parameter, its optimizer, its group) of all parameters that train."""
+        """All parameters that train, each with its name, its optimizer and its group: (name, parameter, optimizer,
+        group)."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 for name, parameter in zip(group["param_names"], group["params"], strict=True):
@@ -185,7 +187,7 @@ def build_optimizers(
     tied: Sequence[nn.Parameter],
     aliases: Mapping[str, str] | None = None,
 ) -> LocalOptimizers:
-    """torchtitan's container over the trainable parameters of this rank's chunks (there may be none).
+    """The container of torchtitan over the trainable parameters of this rank's chunks (there may be none).
 
     Matrices are decayed; vectors, embeddings and the tied head, which is an embedding, are not.
 
@@ -274,7 +276,8 @@ def _buckets(optimizer: torch.optim.Optimizer, moments: torch.dtype) -> Iterator
 
 @contextmanager
 def _on_local_parts(optimizer: torch.optim.Optimizer, bucket: _Bucket, moments: torch.dtype) -> Iterator[None]:
-    """Within it, an optimizer has the parameters of a bucket: this rank's parts of them, with moments in float32.
+    """A context in which an optimizer has the parameters of a bucket: this rank's parts of them, with moments in
+    float32.
 
     A parameter without a float32 master is one within it, too, and rounded to its own dtype at the end.
     """

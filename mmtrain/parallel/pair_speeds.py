@@ -12,9 +12,9 @@ import torch.distributed as dist
 from mmtrain.parallel.alike import describe_ranks
 
 PAIR_BYTES = 2**23
-"""Of a message between two ranks."""
+"""The bytes of a message between two ranks."""
 SUM_BYTES = 2**25
-"""Of the tensor that all ranks sum."""
+"""The bytes of the tensor that all ranks sum."""
 _REPEATS = 3
 
 
@@ -23,12 +23,11 @@ class PairSpeeds:
     """What the ranks of a job measured."""
 
     pair_s: dict[tuple[int, int], float]
-    """(lower rank, higher rank) -> seconds in which each of the two got a message of the other; the shortest of
-    some."""
+    """The seconds in which each rank of a pair (lower, higher) got a message of the other; the shortest of some."""
     sum_s: float
     """Seconds of a sum over all ranks, of the slowest rank; the shortest of some."""
     hosts: tuple[str, ...]
-    """[rank]"""
+    """The host of each rank."""
 
     def lines(self) -> list[str]:
         """What to tell the user."""

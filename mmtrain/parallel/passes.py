@@ -1,4 +1,5 @@
-"""Passes over a chunk that give way where ranks exchange, so that exchanges of tensor parallelism lie under compute.
+"""Passes over a chunk that yield to each other where ranks exchange, so that compute hides the exchanges of tensor
+parallelism.
 
 The compute between two exchanges is a *unit*. A pass starts an exchange, lets other compute run, and waits then: the
 units of the other pass of a block, and weight gradients that wait. So units follow from the exchanges, whatever a
@@ -31,7 +32,7 @@ Fill = Callable[[bool], None]
 """Computes while an exchange is under way. Args: whether another exchange follows at once, and needs compute, too."""
 
 
-class Shared(Protocol):
+class SharedPassState(Protocol):
     """Something that both passes of a block use, each with a state of its own."""
 
     pass_state: Any
@@ -56,8 +57,8 @@ class Pass:
         self._scatters = False
         """Whether it waits for the first of two exchanges."""
         self._states: list[Any] = []
-        """Of what both passes use, while the other pass runs."""
-        self._shared: Sequence[Shared] = ()
+        """The states of what both passes use, while the other pass runs."""
+        self._shared: Sequence[SharedPassState] = ()
         self._stopped = False
 
     def exchange(self, work: dist.Work, scatters: bool) -> None:
@@ -65,7 +66,7 @@ class Pass:
         self.num_exchanges += 1
         self._scatters = scatters
         if self._peer is not None:
-            self._give_way()
+            self._yield_turn()
         if self.fill is not None:
             with without_modes():  # of a recomputation, which would take what is computed here for its own
                 self.fill(scatters)
@@ -73,9 +74,9 @@ class Pass:
         self._scatters = False
 
     def pause(self) -> None:
-        """Lets the other pass go on if it waits for the first of two exchanges: the second needs compute, too."""
+        """Lets the other pass continue if it waits for the first of two exchanges: the second needs compute, too."""
         if self._peer is not None and self._peer._scatters:
-            self._give_way()
+            self._yield_turn()
 
     def run(self, compute: Callable[[], None]) -> None:
         """A pass of a block from its first turn to its end; the rest of the block belongs to the other one."""
@@ -90,7 +91,7 @@ class Pass:
                 peer._peer, peer._stopped = None, stopped
                 self._hand_over(peer)
 
-    def _give_way(self) -> None:
+    def _yield_turn(self) -> None:
         assert self._peer is not None
         self._hand_over(self._peer)
         self._await_turn()
@@ -146,7 +147,7 @@ class Block:
         start = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "mmtrain-pass", start)
 
-    def run(self, first: Callable[[], None], second: Callable[[], None], shared: Sequence[Shared]) -> None:
+    def run(self, first: Callable[[], None], second: Callable[[], None], shared: Sequence[SharedPassState]) -> None:
         """Runs two passes in turns, the first of them in this thread. Args: shared: what both may use."""
         global _current
         outer = _current

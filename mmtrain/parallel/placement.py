@@ -14,7 +14,7 @@ import torch.distributed as dist
 from mmtrain.config.config import Config
 from mmtrain.models.attention.backend import check_backend
 from mmtrain.parallel.build import LocalModel, build_local_model
-from mmtrain.parallel.fill import Local, first_rows
+from mmtrain.parallel.fill import LocalPart, first_rows
 from mmtrain.parallel.mesh import Mesh, build_mesh
 from mmtrain.parallel.optim import LocalOptimizers, build_optimizers, check_groups
 from mmtrain.parallel.planning import PlanAhead
@@ -30,7 +30,7 @@ from mmtrain.planner.search import search as searching
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
+class JobPlacement:
     """One layout of a job on this rank."""
 
     mesh: Mesh
@@ -50,8 +50,8 @@ class Placement:
         jobs: Sequence[Job],
         device: torch.device,
         search: Search,
-        local: Local | None = None,
-    ) -> "Placement":
+        local: LocalPart | None = None,
+    ) -> "JobPlacement":
         """The layout that a config and its jobs describe, with initial weights. Collective over the job.
 
         Args:
@@ -88,6 +88,7 @@ class Placement:
                 seed=seed,
                 regathered=config.regathered,
                 recompute=config.activation_checkpoint,
+                compiled=config.compile.enable,
                 local=local,
             )
             check_groups(config.optimizer, model.chunks, model.aliases)

@@ -1,9 +1,9 @@
 """Planning during training: while a step runs, a thread of each rank plans the next one.
 
-The leader of a replica (or, with planner.distributed, each of its ranks) searches. One message an iteration brings the
-plan to all ranks, over a process group that only these threads use. Each rank checks and lowers the plan in its thread.
-A failed search never fails a step, and a step waits at most `planner.patience_s`: it then runs the first plan, which
-every rank makes for itself.
+The leader of a replica (or, with planner.search.distributed, each of its ranks) searches. One message an iteration
+brings the plan to all ranks, over a process group that only these threads use. Each rank checks and lowers the plan in
+its thread. A failed search never fails a step, and a step waits at most `planner.search.patience_s`: it then runs the
+first plan, which every rank makes for itself.
 """
 
 import logging
@@ -51,7 +51,7 @@ class PlanStatus(IntEnum):
     READY = 0
     """The searched plan runs."""
     TIMED_OUT = 1
-    """It had not ended after `planner.patience_s`."""
+    """It had not ended after `planner.search.patience_s`."""
     INVALID = 2
     """The searched plan breaks a rule, or belongs to another iteration."""
     FAILED = 3
@@ -101,14 +101,14 @@ class _Outcome:
     """The plan in the form of `schedule.io.wire`."""
     kind: PlanKind = "improved"
     message: str = ""
-    """Of the result."""
+    """The message of the result."""
     makespan_s: float = math.inf
     evaluations: int = 0
     search_s: float = 0.0
     plan: IterationPlan | None = None
     """The plan as adopted on this rank."""
     ready_s: float = math.nan
-    """When it was adopted, on this rank's clock."""
+    """The time at which it was adopted, on this rank's clock."""
     error: Exception | None = None
     """Why this rank cannot prepare the iteration."""
 
@@ -125,9 +125,9 @@ class PendingPlan:
     given_up: threading.Event = field(default_factory=threading.Event)
     """Set when no step waits for its plan any more."""
     iteration: Iteration | None = None
-    """With its first plan, once the thread has made it."""
+    """The iteration with its first plan, once the thread has made it."""
     bound_s: float = math.nan
-    """As in `Planned`."""
+    """The lower bound, as in `Planned`."""
     outcome: _Outcome | None = None
     """Set before `done`."""
 
@@ -158,10 +158,12 @@ class PlanAhead:
     ) -> None:
         self._planner, self._mesh, self._seed, self._search, self._warm = planner, mesh, seed, search, warm
         self._section: PlannerConfig = planner.job.section
-        self._searches = mesh.is_leader or self._section.distributed
+        self._searches = mesh.is_leader or self._section.search.distributed
         self._group = second_replica_group(mesh, MESSAGE_TIMEOUT)
-        self.threads = search_threads(self._section.threads, num_cores(), local_world_size(mesh.layout.world_size))
-        """Of a search."""
+        self.threads = search_threads(
+            self._section.search.threads, num_cores(), local_world_size(mesh.layout.world_size)
+        )
+        """The threads of a search."""
         self.counts: Counter[PlanStatus] = Counter()
         """How many iterations had each status."""
         self._broken = False
@@ -296,14 +298,14 @@ class PlanAhead:
             section,
             seed=search_seed(self._seed, pending.step, member),
             threads=self.threads,
-            num_searchers=len(mesh.replica_ranks) if section.distributed else 1,
+            num_searchers=len(mesh.replica_ranks) if section.search.distributed else 1,
             noise=pending.planner.job.costs.noise,
         )
         outcome = _Outcome(step=pending.step, status=PlanStatus.FAILED)
         start = time.perf_counter()
         try:
             result = iteration.first
-            if section.interleave:
+            if section.search.interleave:
                 result = best_of(result, self._search(problem, options, cancelled=pending.given_up.is_set))
             outcome = replace(outcome, search_s=time.perf_counter() - start, evaluations=int(result.evaluations))
             plan, message = result.plan_or_none, str(result.message)
@@ -315,7 +317,7 @@ class PlanAhead:
             if plan.graph != problem.graph:
                 raise PlanError("its work graph is that of another iteration")
             makespan_s = math.inf
-            if section.distributed:  # only a valid plan may be preferred to those of the other ranks
+            if section.search.distributed:  # only a valid plan may be preferred to those of the other ranks
                 check(plan, problem)
                 makespan_s = result.expected_s or simulate(problem, plan).makespan_s
             outcome = replace(outcome, data=to_bytes(plan), kind=result.status, message=message)
@@ -329,7 +331,7 @@ class PlanAhead:
         if group is None:
             return local
         source, more = 0, {}
-        if self._section.distributed:
+        if self._section.search.distributed:
             row = torch.tensor([local.makespan_s, local.evaluations, local.search_s], dtype=torch.float64)
             rows = [torch.empty_like(row) for _ in ranks]
             dist.all_gather(rows, row, group=group)
@@ -387,7 +389,7 @@ def _planned(pending: PendingPlan, plan: IterationPlan, outcome: _Outcome, statu
 
 def _timed_out(patience_s: float | None) -> str:
     waited = 0.0 if patience_s is None else patience_s
-    return f"it had not ended {waited:g} s after the step needed it (planner.patience_s)"
+    return f"it had not ended {waited:g} s after the step needed it (planner.search.patience_s)"
 
 
 def _text(error: Exception) -> str:

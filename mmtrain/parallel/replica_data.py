@@ -13,9 +13,9 @@ from torch import Tensor
 
 from mmtrain.config.config import Config
 from mmtrain.data.clip_prompts import ClipPrompts, held_out_prompts
-from mmtrain.data.loader import Loader, Step
+from mmtrain.data.loader import LoadedStep, Loader
 from mmtrain.data.packing import LoaderState
-from mmtrain.data.questions import Answer, Decoding, Key
+from mmtrain.data.questions import Answer, Decoding, QuestionKey
 from mmtrain.errors import DataError, MMTrainError
 from mmtrain.modality.catalogue import modality_of
 from mmtrain.modality.metadata import IterationMeta
@@ -27,7 +27,7 @@ from mmtrain.planner.assignment.step_assigner import StepAssigner
 from mmtrain.planner.partition.partition import Partition
 from mmtrain.spec.spec import ModelSpec
 
-Change = Callable[[Batch, IterationMeta], tuple[Batch, IterationMeta]]
+BatchChange = Callable[[Batch, IterationMeta], tuple[Batch, IterationMeta]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Item:
     labels: list[Tensor]
     """[T] of each microbatch; empty for clips, whose targets are formed where they are needed."""
     state: LoaderState
-    """Where the loader stands after this batch."""
+    """The state of the loader after this batch."""
     batch: Batch | None
     """What this rank needs of it."""
 
@@ -84,12 +84,12 @@ class ReplicaData:
 
         return self._share(open_loader)
 
-    def validation(self, num_steps: int, change: Change | None = None) -> Iterator[Item]:
+    def validation(self, num_steps: int, change: BatchChange | None = None) -> Iterator[Item]:
         """The first batches of the validation split, as `change` makes them. Each `next` is collective."""
         split, state = self._config.data.validation_split, LoaderState(seed=0)
         return self._share(lambda: self._open(split, state, num_steps), change)
 
-    def answers(self, next_tokens: Callable[[Item], Mapping[Key, int]]) -> tuple[Answer, ...]:
+    def answers(self, next_tokens: Callable[[Item], Mapping[QuestionKey, int]]) -> tuple[Answer, ...]:
         """The answers to the first questions of the validation split, on rank 0. Collective over the job.
 
         Args: next_tokens: item -> the next token of each open question of all replicas, equal on all ranks.
@@ -149,9 +149,11 @@ class ReplicaData:
         """The tensors that the pipeline ranks after the first need."""
         return without_images(batch) if self._text_alone else batch
 
-    def _share(self, open_loader: Callable[[], Iterable[Step]], change: Change | None = None) -> Iterator[Item]:
+    def _share(
+        self, open_loader: Callable[[], Iterable[LoadedStep]], change: BatchChange | None = None
+    ) -> Iterator[Item]:
         """The leader's items on every rank of its replica; an error of the loader is raised on all of them."""
-        source: Iterator[Step] | None = None
+        source: Iterator[LoadedStep] | None = None
         mesh = self._mesh
         while True:
             batch: Batch | None = None

@@ -1,4 +1,4 @@
-"""Why a collective failed: asked through the store in which the ranks met, which answers when collectives do not.
+"""The reason for a failed collective, shared over the store of the rendezvous, which answers when collectives do not.
 
 A rank that fails leaves its reason in the store, so that all ranks end with the same one. A rank whose collective fails
 asks for such a reason; where there is none, the ranks that do not answer are to blame: stopped, killed, or cut off.

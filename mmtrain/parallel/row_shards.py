@@ -29,23 +29,23 @@ class RowShards:
 
     def shard(self, x: Tensor) -> Tensor:
         """[R, D], equal on all ranks -> this rank's rows [r, D], zeros behind all R; backward: all-gather."""
-        return _Exchange.apply(self._filled_up(x), _own, _gather, self._group)
+        return _RowExchange.apply(self._filled_up(x), _own, _gather, self._group)
 
     def gather(self, x: Tensor) -> Tensor:
         """[r, D] -> [R, D] on all ranks, which compute the same from it; backward: this rank's rows."""
-        return _Exchange.apply(x, _gather, _own, self._group)
+        return _RowExchange.apply(x, _gather, _own, self._group)
 
     def gather_for_parts(self, x: Tensor) -> Tensor:
         """[r, D] -> [R, D] on all ranks, each of which uses it for its own columns; backward: reduce-scatter."""
-        return _Exchange.apply(x, _gather, _sum_own, self._group)
+        return _RowExchange.apply(x, _gather, _sum_own, self._group)
 
     def sum_shard(self, x: Tensor) -> Tensor:
         """Summands [R, D] -> this rank's rows [r, D] of their sum, zeros behind all R; backward: all-gather."""
-        return _Exchange.apply(self._filled_up(x), _sum_own, _gather, self._group)
+        return _RowExchange.apply(self._filled_up(x), _sum_own, _gather, self._group)
 
     def use_for_parts(self, x: Tensor) -> Tensor:
         """x [R, D], equal on all ranks, each of which uses it for its own columns or rows; backward: all-reduce."""
-        return _Exchange.apply(x, _same, _sum, self._group)
+        return _RowExchange.apply(x, _same, _sum, self._group)
 
     def use_for_rows(self, x: Tensor) -> Tensor:
         """x, equal on all ranks, each of which uses it for its own rows between layers; backward: all-reduce."""
@@ -53,19 +53,19 @@ class RowShards:
 
     def sum(self, x: Tensor) -> Tensor:
         """Summands [R, D] -> their sum on all ranks, which compute the same from it; backward: no communication."""
-        return _Exchange.apply(x, _sum, _same, self._group)
+        return _RowExchange.apply(x, _sum, _same, self._group)
 
     def sum_for_parts(self, x: Tensor) -> Tensor:
         """Summands [R, D] -> their sum, which each rank uses for its own columns; backward: all-reduce."""
-        return _Exchange.apply(x, _sum, _sum, self._group)
+        return _RowExchange.apply(x, _sum, _sum, self._group)
 
     def gather_columns(self, x: Tensor) -> Tensor:
         """[R, D / tp] -> [R, D] on all ranks, which compute the same from it; backward: this rank's columns."""
-        return _Exchange.apply(x, _gather_columns, _own_columns, self._group)
+        return _RowExchange.apply(x, _gather_columns, _own_columns, self._group)
 
     def pause(self, x: Tensor) -> Tensor:
         """x, in the middle of a unit: forward and backward another pass may go on here (see `passes`)."""
-        return _Exchange.apply(x, _pause, _pause, self._group)
+        return _RowExchange.apply(x, _pause, _pause, self._group)
 
     def _filled_up(self, x: Tensor) -> Tensor:
         missing = -x.shape[-2] % self.degree
@@ -73,18 +73,18 @@ class RowShards:
 
 
 class WholeRowShards(RowShards):
-    """The same for ranks that each have all rows between layers, r = R: the gradients of these rows are equal, too."""
+    """Row shards of ranks that each have all rows between layers, r = R: the gradients of these rows are equal, too."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__(mesh)
         self.degree = 1
 
     def shard(self, x: Tensor) -> Tensor:
-        """x."""
+        """The rows x as they are."""
         return x
 
     def gather(self, x: Tensor) -> Tensor:
-        """x."""
+        """The rows x as they are."""
         return x
 
     def gather_for_parts(self, x: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class WholeRowShards(RowShards):
         return self.sum(x)
 
     def use_for_rows(self, x: Tensor) -> Tensor:
-        """x."""
+        """The rows x as they are."""
         return x
 
     def pause(self, x: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ class WholeRowShards(RowShards):
 _Operation = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
-class _Exchange(torch.autograd.Function):
+class _RowExchange(torch.autograd.Function):
     """One operation forward, and the one that its gradient needs backward."""
 
     @staticmethod

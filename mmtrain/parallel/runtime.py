@@ -31,7 +31,7 @@ from mmtrain.schedule.passes.release import Transfer, releases, transfers
 from mmtrain.spec.memory_strategies import StageMemory
 
 Handler = Callable[[BoundAction], None]
-Pass = Callable[[], None]
+RunPass = Callable[[], None]
 
 Feed = Callable[[int, int], tuple[tuple[Any, ...], dict[str, Any]]]
 """(stage, work) -> positional and keyword arguments of the chunk's forward, before its received inputs."""
@@ -94,7 +94,7 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         self._running: Action | None = None
         self._awaited: Transfer | None = None
         self._block = Block(stages[0].device)
-        self._passes: dict[Kind, Callable[[BoundAction], Pass]] = {
+        self._passes: dict[Kind, Callable[[BoundAction], RunPass]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
             Kind.I: self._backward,
@@ -297,7 +297,7 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
                 else:
                     stage.grad_inbox[edge] = part.stage.grad_outbox.pop(edge)
 
-    def _forward(self, bound: BoundAction) -> Pass:
+    def _forward(self, bound: BoundAction) -> RunPass:
         assert self._feed is not None and self._instructions is not None
         instructions = self._instructions
         stage, work = bound.stage, bound.work
@@ -315,12 +315,12 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
 
         return run
 
-    def _backward(self, bound: BoundAction) -> Pass:
+    def _backward(self, bound: BoundAction) -> RunPass:
         stage = bound.stage
         backward = stage.backward_input if bound.action.kind is Kind.I else stage.backward_one_chunk
         return partial(backward, bound.work, loss=self._loss_grad)
 
-    def _backward_weight(self, bound: BoundAction) -> Pass:
+    def _backward_weight(self, bound: BoundAction) -> RunPass:
         return partial(bound.stage.backward_weight, bound.work)
 
     def _instruct(self, bound: BoundAction) -> None:

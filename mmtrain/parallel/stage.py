@@ -93,6 +93,7 @@ class ModalityStage(PipelineStage):
         divided: bool = False,
         output_dtypes: Mapping[int, torch.dtype] = MappingProxyType({}),
         reduces: bool = True,
+        compiled: Collection[nn.Module] = (),
     ) -> None:
         """Args:
         dtype: of activations.
@@ -114,7 +115,7 @@ class ModalityStage(PipelineStage):
         self.memory = memory or ActivationMemory((), ActivationCheckpointConfig(), Offloader(device))
         self.strategies: dict[int, StageMemory] = {}
         """work -> how the blocks treat its activations; absent: the default of the switch."""
-        self.weight_grads = WeightGrads(chunk)
+        self.weight_grads = WeightGrads(chunk, without=compiled)
         self.dropout = DropoutKeys(chunk)
         self.key_of: KeyOf | None = None
         """The key of the dropout of a work; None: nothing is dropped."""

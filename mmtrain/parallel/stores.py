@@ -1,4 +1,4 @@
-"""Where the ranks of a generation meet: the store of a node's launcher, or a folder of this machine."""
+"""Stores in which the ranks of a generation meet: that of a node's launcher, or a folder of this machine."""
 
 import time
 import urllib.parse

@@ -84,7 +84,7 @@ def finish_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def _entries(chunk: _Divisible, table: TensorTable) -> Iterator[tuple[str, Style]]:
-    """(name of a module or parameter, style) for the layers that this chunk has."""
+    """The names of modules and parameters with their styles, for the layers that this chunk has."""
     tables = [table.embed] if chunk.has_embed else []
     if isinstance(chunk, VocabularyPart):
         tables += [{_HEAD: table.norm[_HEAD]}] if chunk.has_head else []

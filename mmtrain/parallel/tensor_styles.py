@@ -27,7 +27,7 @@ from mmtrain.parallel.weight_grads import linear
 Divided = dict[nn.Parameter, nn.Parameter]
 """Whole parameter -> this rank's part of it, of all modules of a chunk: a shared parameter stays shared."""
 
-Exchange = Callable[[Tensor], Tensor]
+TensorExchange = Callable[[Tensor], Tensor]
 
 
 class DividedModule(ParallelStyle):
@@ -73,8 +73,8 @@ class DividedLinear(DividedModule):
         divided: Divided,
         placements: Mapping[str, Placement],
         *,
-        before: Exchange | None = None,
-        after: Exchange | None = None,
+        before: TensorExchange | None = None,
+        after: TensorExchange | None = None,
         partial: bool = False,
     ) -> None:
         super().__init__(divided, placements, partial=partial)
@@ -105,10 +105,10 @@ class DividedMagnitude(DividedModule):
         divided: Divided,
         placements: Mapping[str, Placement],
         *,
-        sum_columns: Exchange | None = None,
-        join_rows: Exchange | None = None,
-        before: Exchange | None = None,
-        after: Exchange | None = None,
+        sum_columns: TensorExchange | None = None,
+        join_rows: TensorExchange | None = None,
+        before: TensorExchange | None = None,
+        after: TensorExchange | None = None,
         partial: bool = False,
     ) -> None:
         """Args:
@@ -155,7 +155,7 @@ class DividedMagnitude(DividedModule):
 class DividedNorm(DividedModule):
     """A norm of this rank's rows, or heads; its parameters are whole."""
 
-    def __init__(self, divided: Divided, *, partial: bool, after: Exchange | None = None) -> None:
+    def __init__(self, divided: Divided, *, partial: bool, after: TensorExchange | None = None) -> None:
         super().__init__(divided, {"weight": Replicate(), "bias": Replicate()}, partial=partial)
         self._after = after
 
@@ -174,7 +174,7 @@ class DividedNorm(DividedModule):
 class DividedColumnNorm(DividedModule):
     """A root-mean-square norm of rows whose columns the ranks divide; the arithmetic is that of `nn.RMSNorm`."""
 
-    def __init__(self, divided: Divided, *, sum_squares: Exchange) -> None:
+    def __init__(self, divided: Divided, *, sum_squares: TensorExchange) -> None:
         """Args: sum_squares: [..., 1] of this rank's columns -> of all columns, which each rank uses for its own."""
         super().__init__(divided, {"weight": Shard(0)})
         self._sum_squares = sum_squares
@@ -262,7 +262,7 @@ class DividedVocabulary(DividedModule):
 def make_styles(
     module: nn.Module, style: Style, divided: Divided, mesh: DeviceMesh, rows: RowShards
 ) -> Iterator[tuple[str, ParallelStyle]]:
-    """(path below the module or "", how it computes): one; more for a linear layer with adapters (LoRA).
+    """Paths below the module, or "", each with how it computes: one; more for a linear layer with adapters (LoRA).
 
     Of an adapter y = B A x, the matrix at the divided side of its layer is divided like the layer, and the other one
     is whole.
@@ -313,7 +313,7 @@ def _dora(
     placements: Mapping[str, Placement],
     **settings: Any,
 ) -> Iterator[tuple[str, ParallelStyle]]:
-    """That of the lengths of a layer's rows, if it has them. Args: settings: of `DividedMagnitude`."""
+    """The style of the lengths of a layer's rows, if it has them. Args: settings: of `DividedMagnitude`."""
     for name in getattr(module, "lora_magnitude_vector", None) or ():
         yield f".lora_magnitude_vector.{name}", DividedMagnitude(divided, placements, **settings)
 

@@ -33,7 +33,7 @@ logging.getLogger("torchtitan").setLevel(logging.WARNING)
 
 
 class FrozenAwareOptimizers(OptimizersContainer):  # type: ignore[type-arg]
-    """torchtitan's container, for model parts in which a parameter group (or every group) may be empty."""
+    """The container of torchtitan, for model parts in which a parameter group (or every group) may be empty."""
 
     @staticmethod
     def _build_param_groups(

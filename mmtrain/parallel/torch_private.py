@@ -3,7 +3,7 @@
 `tests/parallel/test_torch_private.py` says what moved when torch moves. Seen with torch 2.11 to 2.13.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -31,6 +31,7 @@ __all__ = [
     "TorchScheduleRuntime",
     "abort_device_groups",
     "as_dtensor",
+    "compiled_for_any_size",
     "default_store",
     "dump_cuda_memory",
     "end_all_groups",
@@ -57,6 +58,7 @@ __all__ = [
     "tree_leaves",
     "tree_map_only",
     "wait_unsharded",
+    "why_no_compiler",
     "without_modes",
 ]
 
@@ -278,3 +280,28 @@ def is_decomposed(op: Any) -> bool:
     return isinstance(op, torch._ops.OpOverload) and op.has_kernel_for_dispatch_key(
         torch._C.DispatchKey.CompositeImplicitAutograd
     )
+
+
+def compiled_for_any_size(function: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
+    """A function compiled for tensors of any size, of which it assumes no two to be equal because they once were.
+
+    Args: backend: of torch.compile.
+    """
+    torch.fx.experimental._config.use_duck_shape = False
+    # One limit for all modules of a class: chunks with and without gradients, towers, validation.
+    torch._dynamo.config.recompile_limit = 64
+    compiled: Callable[..., Any] = torch.compile(function, dynamic=True, backend=backend)
+    return compiled
+
+
+def why_no_compiler(device: str) -> str:
+    """Why torch.compile cannot make kernels for a device; empty: it can. Args: device: its type."""
+    if device == "cuda":
+        return "" if torch.utils._triton.has_triton() else "Triton cannot be imported"
+    from torch._inductor import cpp_builder, exc  # takes seconds
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler:
+        return "there is no C++ compiler (g++, clang++ or $CXX)"
+    return ""

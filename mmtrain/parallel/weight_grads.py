@@ -17,7 +17,7 @@ Shape legend: R rows; D inputs; E outputs.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -55,16 +55,19 @@ class _Waiting(NamedTuple):
 class WeightGrads:
     """The weight gradients of one chunk that wait for W, by work."""
 
-    def __init__(self, chunk: nn.Module) -> None:
+    def __init__(self, chunk: nn.Module, without: Collection[nn.Module] = ()) -> None:
         """Lets the linear layers of a chunk keep the tensors that W needs.
 
         Layers with a forward of their own (tensor parallelism) call `linear`. A subclass of `nn.Linear` with another
         forward is left alone: its gradients are made in I.
+
+        Args: without: parts of the chunk that are left alone, too.
         """
+        left_alone = {module for part in without for module in part.modules()}
         self._works: dict[int, deque[_Waiting]] = {}
         self._open: deque[_Waiting] | None = None
         for module in chunk.modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear) and module not in left_alone:
                 setattr(module, _SWITCH, self)
                 if "forward" not in vars(module) and type(module).forward is nn.Linear.forward:
                     module.forward = partial(_forward, module)  # type: ignore[method-assign]

@@ -212,14 +212,14 @@ def check_conservation(meta: IterationMeta, batching: Batching) -> None:
                     f"{kind.item}s are in {kind.works} works of the microbatch before; put exactly the deferred ones "
                     "there"
                 )
-            paid: Counter[str] = Counter()
+            processed: Counter[str] = Counter()
             for w in works:
-                paid.update(kind.paid(batching.items[w].size))
-            for what, count in kind.owed(owned).items():
-                if paid[what] != count:
+                processed.update(kind.work_counts(batching.items[w].size))
+            for what, count in kind.unit_counts(owned).items():
+                if processed[what] != count:
                     raise DataError(
-                        f"microbatch {index} has {count} {what}, but its {kind.works} works process {paid[what]}; each "
-                        "must be processed exactly once"
+                        f"microbatch {index} has {count} {what}, but its {kind.works} works process {processed[what]}; "
+                        "each must be processed exactly once"
                     )
             feeds = {
                 name: (kinds[name], [w for owner in together for w in numbers.get((owner, name), [])])

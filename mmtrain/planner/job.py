@@ -28,9 +28,9 @@ class Job:
     partition: Partition
     section: PlannerConfig
     costs: CostModel
-    """What layers and transfers take."""
+    """The costs of layers and transfers."""
     schedule: Schedule
-    """Named, or from a file."""
+    """The schedule, named or from a file."""
     sub_microbatch_size: SubMicrobatch
     """Images in one vision work; 0: all of a microbatch."""
     sharded: bool
@@ -43,9 +43,9 @@ class Job:
     """The cp and tp ranks of a stage, which divide each work."""
     activation_limits: tuple[float | None, ...] | None = None
     """[pp_rank] -> bytes that activations may take, as far as the config alone tells; None: as
-    planner.activation_memory_gib says."""
+    planner.search.activation_memory_gib says."""
     check_plans: bool = False
-    """Also prove every program free of deadlock under each transport model."""
+    """Whether every program is also proven free of deadlock under each transport model."""
     partition_summary: str = ""
     """How the partition was chosen, for the log; empty if the config determines it."""
 

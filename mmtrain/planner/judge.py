@@ -22,9 +22,9 @@ class Verdict:
     """Makespan, bound and peaks of a valid plan."""
 
     feasible: bool
-    """False: the file says that the problem has no plan; the other fields are then 0."""
+    """Whether there is a plan. False: the file says that the problem has no plan; the other fields are then 0."""
     proven: bool = True
-    """False: the file says that there is no plan, and `interleave` found none, but there may be one."""
+    """Whether that is proven. False: the file has no plan, and `interleave` found none, but there may be one."""
     makespan_s: float = 0.0
     lower_bound_s: float = 0.0
     """A lower bound on the makespan of every plan."""

@@ -15,7 +15,7 @@ class _Way(NamedTuple):
     area: float
     """Bytes x seconds that it holds at least."""
     seconds: float
-    """In which its rank is busy, at least."""
+    """The least seconds for which its rank is busy."""
     held: float
     """Bytes that it holds between forward and backward."""
 
@@ -57,7 +57,7 @@ def over_bounds(makespan_s: float, problem: PlanningProblem) -> str:
 
 
 def _chains_s(problem: PlanningProblem, *, split: bool) -> dict[tuple[int, int], float]:
-    """(stage, work) -> the least seconds from the end of its forward to the start of its backward."""
+    """For each (stage, work), the least seconds from the end of its forward to the start of its backward."""
     graph, backward = problem.graph, Kind.I if split else Kind.B
     through_s = [min(o.duration_s(Kind.F) + o.duration_s(backward) for o in options) for options in problem.costs]
     found: dict[tuple[int, int], float] = {}

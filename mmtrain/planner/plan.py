@@ -41,16 +41,16 @@ class JobMethod:
     """How a job plans its iterations."""
 
     schedule: str | Schedule
-    """Of parallelism.pipeline_parallel_schedule."""
+    """The schedule of parallelism.pipeline_parallel_schedule."""
     section: PlannerConfig
     search: SearchOptions | None = None
-    """None: no search."""
+    """Options of the search; None: no search."""
 
     @classmethod
     def searching(
         cls, schedule: str | Schedule, section: PlannerConfig, *, seed: int, noise: Noise = EXACT
     ) -> "JobMethod":
-        """With the search that the section describes. Args: seed: as `search_seed` gives it."""
+        """The method with the search that the section describes. Args: seed: as `search_seed` gives it."""
         return cls(schedule, section, search_options(section, seed=seed, threads=1, noise=noise))
 
 
@@ -79,7 +79,7 @@ def make_plan(
     given = given if isinstance(given, Schedule) else schedule_of(given, problem.graph.num_ranks)
     problem = given.with_instructions(problem)
     first = _first(problem, given, method.section)
-    if method.search is None or not method.section.interleave:
+    if method.search is None or not method.section.search.interleave:
         return first
     if method.search.strategy == "first" and given.name == "interleave" and method.search.memory:
         return replace(first, seed=method.search.seed)  # no search would make the same plan again
@@ -102,13 +102,13 @@ def _first(problem: PlanningProblem, given: Schedule, section: PlannerConfig) ->
     the planner may change the orders, the result is the plan of `interleave`, which keeps limits: a timed-out search
     must not end a job.
     """
-    result, may_reorder = _made(problem, given), section.enable and section.interleave
+    result, may_reorder = _made(problem, given), section.enable and section.search.interleave
     if given.keeps_memory_limits and may_reorder:
-        result = with_options_chosen(result, braid=section.braid)
+        result = with_options_chosen(result, braid=section.search.braid)
     elif (given.keeps_memory_limits or not result.has_plan) and may_bind(result):
         result = min(result, _fitted(problem, given), key=lambda made: made.makespan_s)
     if not result.has_plan and may_reorder:
-        bounded = search(problem, SearchOptions(strategy="first", braid=section.braid))
+        bounded = search(problem, SearchOptions(strategy="first", braid=section.search.braid))
         if bounded.has_plan:
             result = replace(bounded, message=f"{bounded.message}, since there is no other: {result.message}")
     return result

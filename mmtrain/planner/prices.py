@@ -27,21 +27,21 @@ class _LayerPrice:
 
     forward_s: float = 0.0
     backward_input_s: float = 0.0
-    """Recomputation included."""
+    """Seconds of I, recomputation included."""
     backward_weight_s: float = 0.0
     kept_bytes: float = 0.0
     host_bytes: float = 0.0
-    """Moved to host memory and back."""
+    """Bytes that are moved to host memory and back."""
     waiting_bytes: float = 0.0
     split_s: float = 0.0
-    """More, if the backward is split."""
+    """Further seconds, if the backward is split."""
     forward_exchange_s: float = 0.0
     backward_exchange_s: float = 0.0
-    """Recomputation included."""
+    """Seconds of exchanges in I, recomputation included."""
     passing_bytes: float = 0.0
-    """Held during the forward alone, if autograd keeps nothing; of several layers the largest."""
+    """Bytes held during the forward alone, if autograd keeps nothing; of several layers the largest."""
     restored_bytes: float = 0.0
-    """Restored by the backward, or made in it; of several layers the largest."""
+    """Bytes restored by the backward, or made in it; of several layers the largest."""
 
     @property
     def summed(self) -> tuple[float, ...]:

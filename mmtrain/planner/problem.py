@@ -59,8 +59,8 @@ def make_problem(
         time, size or number is outside of `mmtrain.schedule.limits`.
     Source: DIP, arXiv:2504.14145, sections 4 and 5.3.
     """
-    if limits is None and planner_config.activation_memory_gib:
-        limits = [planner_config.activation_memory_gib * _GIB] * partition.num_ranks
+    if limits is None and planner_config.search.activation_memory_gib:
+        limits = [planner_config.search.activation_memory_gib * _GIB] * partition.num_ranks
     limited = limits is not None and any(limit is not None for limit in limits)
 
     def attempt(memory: MemoryChoices) -> tuple[PlanningProblem, Sequence[BlockMemory]]:
@@ -146,8 +146,8 @@ def _problem(
         return charged(problem, prices.costs.overheads)
     except PlanError as error:  # a number outside of `mmtrain.schedule.limits`
         raise PlanError(
-            f"this job cannot be planned: {error}; times follow from planner.flops_per_s, hardware or profile, sizes "
-            "from training.global_batch_size, seq_len and the models"
+            f"this job cannot be planned: {error}; times follow from planner.device.flops_per_s, hardware or profile, "
+            "sizes from training.global_batch_size, seq_len and the models"
         ) from error
 
 

@@ -24,7 +24,7 @@ class PlanResult:
     message: str
     """One sentence for the user."""
     plan_or_none: Plan | None = None
-    """For who goes on without a plan; all others read `plan`."""
+    """The plan, for callers that continue without one; all others read `plan`."""
     expected_s: float | None = None
     """Mean makespan over drawn seconds, by which a search chose the plan; None: it chose by the makespan."""
     evaluations: int = 1

@@ -14,7 +14,7 @@ def search_threads(asked: int, num_cores: int, num_ranks: int) -> int:
     """Threads of one rank's search.
 
     Args:
-        asked: `planner.threads`; 0: an equal share of half of the cores, at least one.
+        asked: `planner.search.threads`; 0: an equal share of half of the cores, at least one.
         num_cores: of this machine, that the job may use.
         num_ranks: of the job on this machine.
     """
@@ -38,36 +38,38 @@ def search_options(
     `budget_evaluations` is for all of them together; `budget_s` is a time and holds for each, as they run side by
     side.
     """
+    search = section.search
     return SearchOptions(
-        budget_evaluations=-(-section.budget_evaluations // num_searchers),
-        budget_s=section.budget_s,
+        budget_evaluations=-(-search.budget_evaluations // num_searchers),
+        budget_s=search.budget_s,
         seed=seed,
         threads=threads,
-        strategy=section.strategy,
-        reorder=section.reorder,
-        split=section.split_backward,
-        braid=section.braid,
-        memory=section.memory,
+        strategy=search.strategy,
+        reorder=search.reorder,
+        split=search.split_backward,
+        braid=search.braid,
+        memory=search.memory,
         noise=noise,
-        draws=section.draws,
-        finalists=section.finalists,
+        draws=search.draws,
+        finalists=search.finalists,
     )
 
 
 def show_switches(section: PlannerConfig, threads: int) -> str:
     """One line for the log. Args: threads: of the search on each rank that searches."""
-    cut = f"partition {section.partition}, sub-microbatches {_word(section.sub_microbatch)}"
-    cut += ", blocks of a forward and a backward" if section.braid else ""
+    search = section.search
+    cut = f"partition {section.partition}, sub-microbatches {_word(search.sub_microbatch)}"
+    cut += ", blocks of a forward and a backward" if search.braid else ""
     if not section.enable:
         return f"planner: off; {cut}"
     names = ("interleave", "reorder", "split_backward", "memory")
-    switches = ", ".join(f"{name.replace('_', ' ')} {_word(getattr(section, name))}" for name in names)
-    budget = [f"{section.budget_evaluations} evaluations"] if section.budget_evaluations else []
-    budget += [f"{section.budget_s:g} s"] if section.budget_s else []
-    who = "on every rank" if section.distributed else "on the first rank of a replica"
+    switches = ", ".join(f"{name.replace('_', ' ')} {_word(getattr(search, name))}" for name in names)
+    budget = [f"{search.budget_evaluations} evaluations"] if search.budget_evaluations else []
+    budget += [f"{search.budget_s:g} s"] if search.budget_s else []
+    who = "on every rank" if search.distributed else "on the first rank of a replica"
     return (
-        f"planner: on; {cut}, {switches}; {section.strategy}, {' or '.join(budget) or 'no search'}, "
-        f"{threads} thread{'s' * (threads > 1)} {who}; patience {section.patience_s:g} s"
+        f"planner: on; {cut}, {switches}; {search.strategy}, {' or '.join(budget) or 'no search'}, "
+        f"{threads} thread{'s' * (threads > 1)} {who}; patience {search.patience_s:g} s"
     )
 
 

@@ -4,18 +4,18 @@ from collections.abc import Mapping
 
 from mmtrain.errors import ConfigError
 from mmtrain.schedule.view.drawing import GRID, INK, PAPER, Box, Drawing, Label
-from mmtrain.simulator.breakdown import Breakdown, Part, label
+from mmtrain.simulator.breakdown import Breakdown, TimePart, label
 
-HUES: dict[Part, tuple[str, str]] = {
-    Part.MODEL_FLOPS: ("#2c7a3a", "#a8d8a4"),
-    Part.BELOW_PEAK: ("#2b6ca3", "#9ecae1"),
-    Part.RECOMPUTATION: ("#65459b", "#cbbde0"),
-    Part.EXCHANGES: ("#c2500a", "#fdbe85"),
-    Part.BUBBLE: ("#9aa5ae", "#5f6b6d"),
-    Part.TRANSFERS: ("#a3295c", "#e39ac0"),
-    Part.REDUCTIONS: ("#b8860b", "#e8c468"),
-    Part.OPTIMIZER: ("#1b7f8c", "#7fd0da"),
-    Part.INPUT: ("#3d4852", "#c3cad1"),
+HUES: dict[TimePart, tuple[str, str]] = {
+    TimePart.MODEL_FLOPS: ("#2c7a3a", "#a8d8a4"),
+    TimePart.BELOW_PEAK: ("#2b6ca3", "#9ecae1"),
+    TimePart.RECOMPUTATION: ("#65459b", "#cbbde0"),
+    TimePart.EXCHANGES: ("#c2500a", "#fdbe85"),
+    TimePart.BUBBLE: ("#9aa5ae", "#5f6b6d"),
+    TimePart.TRANSFERS: ("#a3295c", "#e39ac0"),
+    TimePart.REDUCTIONS: ("#b8860b", "#e8c468"),
+    TimePart.OPTIMIZER: ("#1b7f8c", "#7fd0da"),
+    TimePart.INPUT: ("#3d4852", "#c3cad1"),
 }
 """Part -> its colour on white, and on black."""
 
@@ -51,7 +51,7 @@ def drawing(bars: Mapping[str, Breakdown], *, title: str) -> Drawing:
             percent, width = 100 * share, inner * max(0.0, share)
             shapes.append(Box(x, y, width, _BAR, HUES[parts[0]][0], f"{name}, {label(parts)}: {percent:.1f} %"))
             if percent >= _READABLE:
-                ink = INK if parts[0] is Part.BUBBLE else PAPER
+                ink = INK if parts[0] is TimePart.BUBBLE else PAPER
                 shapes.append(Label(x + width / 2, y + _BAR / 2, f"{percent:.1f}", 12, "middle", ink))
             x += width
     return Drawing(_WIDTH, bottom + _AXIS, tuple(shapes))

@@ -8,7 +8,7 @@ from typing import Any
 from mmtrain.run_page.breakdown_chart import HUES as HUES_OF_PARTS
 from mmtrain.run_page.measured import breakdown
 from mmtrain.run_page.metric_table import METRICS
-from mmtrain.run_page.runs import Run
+from mmtrain.run_page.runs import RunContents
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.view.drawing import COLOURS
 from mmtrain.simulator.breakdown import Breakdown, Parts, label
@@ -16,11 +16,11 @@ from mmtrain.simulator.breakdown import Breakdown, Parts, label
 MOST_POINTS = 2000
 """Points of a curve; in a longer run each point is the mean of several steps."""
 
-Pair = tuple[str, str]
+ColourPair = tuple[str, str]
 """A colour on white, and on black."""
 
-HUES: tuple[Pair, ...] = tuple((kinds[Kind.B], kinds[Kind.F]) for kinds in COLOURS)
-GREY: Pair = ("#6b7680", "#9aa5ae")
+HUES: tuple[ColourPair, ...] = tuple((kinds[Kind.B], kinds[Kind.F]) for kinds in COLOURS)
+GREY: ColourPair = ("#6b7680", "#9aa5ae")
 _COUNTS = frozenset(metric.name for metric in METRICS if metric.over_run)
 """The last of several steps is shown, not their mean."""
 
@@ -30,14 +30,14 @@ class Series:
     """One curve."""
 
     label: str
-    colour: Pair
+    colour: ColourPair
     x: Sequence[int]
     """Steps."""
     y: Sequence[float | None]
     dash: int = 0
-    """0: a solid line; 1, 2: dashed ones."""
+    """The kind of line: 0 is solid, 1 and 2 are dashed."""
     dots: bool = False
-    """Marks each point."""
+    """Whether each point is marked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class Chart:
     series: Sequence[Series]
     stacked: bool = False
     log: bool = False
-    """Offers a logarithmic axis."""
+    """Whether a logarithmic axis is offered."""
     zero: bool = True
     """The axis begins at 0."""
 
@@ -61,15 +61,15 @@ class _Curve:
     """A curve of each run that has the numbers."""
 
     label: str
-    of: str | Callable[[Run], list[float | None]]
+    of: str | Callable[[RunContents], list[float | None]]
     """Key in the metrics, or a function of the run."""
-    colour: Pair = HUES[0]
+    colour: ColourPair = HUES[0]
     scale: float = 1.0
     dash: int = 0
     validation: bool = False
 
 
-def charts(runs: Sequence[Run]) -> list[Chart]:
+def charts(runs: Sequence[RunContents]) -> list[Chart]:
     """The charts of a page, those for which some run has numbers.
 
     With several runs each has a colour, each kind of curve a dash, and nothing is stacked.
@@ -84,7 +84,7 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
     return [chart for chart in made if chart.series]
 
 
-def _training_charts(runs: Sequence[Run]) -> list[Chart]:
+def _training_charts(runs: Sequence[RunContents]) -> list[Chart]:
     return [
         _chart(
             runs, "Loss", "", "Mean over labelled tokens (or predicted numbers), all replicas.",
@@ -137,7 +137,7 @@ def _training_charts(runs: Sequence[Run]) -> list[Chart]:
     ]  # fmt: skip
 
 
-def _answer_charts(runs: Sequence[Run]) -> list[Chart]:
+def _answer_charts(runs: Sequence[RunContents]) -> list[Chart]:
     return [
         _chart(
             runs, "Answers right", "%", "Of held-out questions, by grade.",
@@ -171,8 +171,8 @@ def _answer_charts(runs: Sequence[Run]) -> list[Chart]:
     ]  # fmt: skip
 
 
-def _breakdown_chart(runs: Sequence[Run]) -> Chart:
-    """Of one run: curves of several would not add up."""
+def _breakdown_chart(runs: Sequence[RunContents]) -> Chart:
+    """The chart of one run: curves of several would not add up."""
     breakdowns = [breakdown(line) for line in runs[0].steps] if len(runs) == 1 else []
     curves = [
         _Curve(label=label(parts), of=_share(breakdowns, parts), colour=HUES_OF_PARTS[parts[0]], scale=100)
@@ -185,11 +185,11 @@ def _breakdown_chart(runs: Sequence[Run]) -> Chart:
     return _chart(runs, "Where the time of a step goes", "%", note, curves, stacked=True)
 
 
-def _share(breakdowns: Sequence[Breakdown | None], parts: Parts) -> Callable[[Run], list[float | None]]:
+def _share(breakdowns: Sequence[Breakdown | None], parts: Parts) -> Callable[[RunContents], list[float | None]]:
     return lambda run: [None if one is None else one.shares.get(parts) for one in breakdowns]
 
 
-def _pipeline_charts(runs: Sequence[Run], modules: Sequence[str]) -> list[Chart]:
+def _pipeline_charts(runs: Sequence[RunContents], modules: Sequence[str]) -> list[Chart]:
     return [
         _chart(
             runs, "Model FLOPs utilisation", "%", "Of the whole step, and of each module while its actions run.",
@@ -243,7 +243,7 @@ def _pipeline_charts(runs: Sequence[Run], modules: Sequence[str]) -> list[Chart]
     ]  # fmt: skip
 
 
-def _planner_and_data_charts(runs: Sequence[Run]) -> list[Chart]:
+def _planner_and_data_charts(runs: Sequence[RunContents]) -> list[Chart]:
     return [
         _chart(
             runs, "Planner", "%", "How much longer the plan is than the lower bound, and how much shorter than the "
@@ -304,7 +304,7 @@ def chart_json(chart: Chart) -> dict[str, Any]:
 
 
 def _chart(
-    runs: Sequence[Run],
+    runs: Sequence[RunContents],
     title: str,
     unit: str,
     note: str,
@@ -330,7 +330,7 @@ def _chart(
     return Chart(title=title, unit=unit, note=note, series=series, stacked=stacked and not several, log=log, zero=zero)
 
 
-def _points(run: Run, curve: _Curve) -> tuple[list[int], list[float | None]] | None:
+def _points(run: RunContents, curve: _Curve) -> tuple[list[int], list[float | None]] | None:
     """Steps and values of a curve; None if the run has none."""
     lines = run.validations if curve.validation else run.steps
     if callable(curve.of):
@@ -362,87 +362,87 @@ def thinned(
     return xs, ys
 
 
-def _hue(module: int) -> Pair:
+def _hue(module: int) -> ColourPair:
     return HUES[module % len(HUES)]
 
 
-def _shares(runs: Iterable[Run], key: str) -> list[str]:
+def _shares(runs: Iterable[RunContents], key: str) -> list[str]:
     lines = (line for run in runs for line in run.validations)
     return list(dict.fromkeys(name for line in lines for name in line.get(key) or ()))
 
 
-def _validation_share(key: str, name: str) -> Callable[[Run], list[float | None]]:
+def _validation_share(key: str, name: str) -> Callable[[RunContents], list[float | None]]:
     return lambda run: [(line.get(key) or {}).get(name) for line in run.validations]
 
 
-def _metrics(runs: Iterable[Run]) -> list[str]:
+def _metrics(runs: Iterable[RunContents]) -> list[str]:
     tables = (line.get("metric") for run in runs for line in run.validations)
     return list(dict.fromkeys(str(name) for table in tables if isinstance(table, dict) for name in table))
 
 
-def _metric(name: str) -> Callable[[Run], list[float | None]]:
-    def values(run: Run) -> list[float | None]:
+def _metric(name: str) -> Callable[[RunContents], list[float | None]]:
+    def values(run: RunContents) -> list[float | None]:
         found = [(line.get("metric") or {}).get(name) for line in run.validations]
         return [value if isinstance(value, int | float) else None for value in found]
 
     return values
 
 
-def _sources(runs: Iterable[Run]) -> list[str]:
+def _sources(runs: Iterable[RunContents]) -> list[str]:
     keys = (key for run in runs for key in run.keys if key.startswith("samples/"))
     return list(dict.fromkeys(key.removeprefix("samples/") for key in keys))
 
 
-def _validated(source: str) -> Callable[[Run], list[float | None]]:
+def _validated(source: str) -> Callable[[RunContents], list[float | None]]:
     return lambda run: [(line.get("loss_by_source") or {}).get(source) for line in run.validations]
 
 
-def _rates_of(run: Run) -> dict[str, float]:
+def _rates_of(run: RunContents) -> dict[str, float]:
     """Name of each group of a run with a rate of its own -> its rate relative to that of all others."""
     groups, lr = run.setting("optimizer", "groups") or [], run.setting("optimizer", "lr")
     names = ((" ".join(filter(None, (g.get("module"), g.get("pattern")))), g.get("lr")) for g in groups)
     return {name: rate / lr for name, rate in names if rate is not None and lr}
 
 
-def _rates(runs: Iterable[Run]) -> list[str]:
+def _rates(runs: Iterable[RunContents]) -> list[str]:
     return list(dict.fromkeys(name for run in runs for name in _rates_of(run)))
 
 
-def _rate(group: str) -> Callable[[Run], list[float | None]]:
-    def values(run: Run) -> list[float | None]:
+def _rate(group: str) -> Callable[[RunContents], list[float | None]]:
+    def values(run: RunContents) -> list[float | None]:
         factor = _rates_of(run).get(group)
         return [None if value is None or factor is None else factor * value for value in run.column("lr")]
 
     return values
 
 
-def _some(key: str) -> Callable[[Run], list[float | None]]:
+def _some(key: str) -> Callable[[RunContents], list[float | None]]:
     """A count, if it is ever above 0."""
 
-    def values(run: Run) -> list[float | None]:
+    def values(run: RunContents) -> list[float | None]:
         counts = run.column(key)
         return counts if any(counts) else [None] * len(counts)
 
     return values
 
 
-def _without_mfu(key: str) -> Callable[[Run], list[float | None]]:
+def _without_mfu(key: str) -> Callable[[RunContents], list[float | None]]:
     """A metric, of runs without MFU."""
     return lambda run: [None] * len(run.steps) if "mfu" in run.keys else run.column(key)
 
 
-def _text_tokens(run: Run) -> list[float | None]:
+def _text_tokens(run: RunContents) -> list[float | None]:
     columns = (run.column(key) for key in ("tokens", "image_tokens", "video_tokens", "sound_tokens"))
     rows = zip(*columns, strict=True)
     return [None if tokens is None else tokens - sum(part or 0 for part in parts) for tokens, *parts in rows]
 
 
-def _planned(run: Run) -> list[float | None]:
+def _planned(run: RunContents) -> list[float | None]:
     """Older runs have it only with the planner on."""
     both = zip(run.column("planned_makespan_s"), run.column("plan_makespan_s"), strict=True)
     return [of_all if of_all is not None else of_planner for of_all, of_planner in both]
 
 
-def _gain(run: Run) -> list[float | None]:
+def _gain(run: RunContents) -> list[float | None]:
     first, made = run.column("plan_first_makespan_s"), run.column("plan_makespan_s")
     return [1 - b / a if a and b is not None else None for a, b in zip(first, made, strict=True)]

@@ -1,9 +1,9 @@
-"""Where the time of a measured step went."""
+"""The parts of the time of a measured step."""
 
 from typing import Any
 
 from mmtrain.run_page.runs import Line
-from mmtrain.simulator.breakdown import Breakdown, Part, Parts, computing
+from mmtrain.simulator.breakdown import Breakdown, Parts, TimePart, computing
 
 _KEYS = ("step_time_s", "data_time_s", "plan_time_s", "makespan_s", "program_s", "bubble")
 
@@ -20,14 +20,14 @@ def breakdown(line: Line) -> Breakdown | None:
     step_s, data_s, plan_s, makespan_s, program_s, bubble = values
     busy_s, outside_s = (1 - bubble) * program_s, step_s - makespan_s
     input_s = min(data_s + plan_s, outside_s)  # another rank may have begun while rank 0 still planned
-    idle: dict[Parts, float] = {(Part.BUBBLE, Part.TRANSFERS): makespan_s - busy_s}
+    idle: dict[Parts, float] = {(TimePart.BUBBLE, TimePart.TRANSFERS): makespan_s - busy_s}
     if isinstance(other := line.get("bubble_other"), float):
         waited_s = (bubble - other) * program_s
-        idle = {(Part.BUBBLE,): waited_s, (Part.TRANSFERS,): makespan_s - busy_s - waited_s}
+        idle = {(TimePart.BUBBLE,): waited_s, (TimePart.TRANSFERS,): makespan_s - busy_s - waited_s}
     seconds = {
-        **computing(busy_s, {Part.MODEL_FLOPS: line.get("peak_s")}),
+        **computing(busy_s, {TimePart.MODEL_FLOPS: line.get("peak_s")}),
         **idle,
-        (Part.REDUCTIONS, Part.OPTIMIZER): outside_s - input_s,
-        (Part.INPUT,): input_s,
+        (TimePart.REDUCTIONS, TimePart.OPTIMIZER): outside_s - input_s,
+        (TimePart.INPUT,): input_s,
     }
     return Breakdown.of(step_s, seconds) if min(seconds.values()) >= -1e-6 * step_s else None

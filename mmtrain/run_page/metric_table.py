@@ -18,13 +18,13 @@ class Reduce(StrEnum):
     LAST = "last"
     """Rank 0 has it."""
     SUM = "sum"
-    """Over the replicas, which are asked at their first rank."""
+    """The sum over the replicas, of the value on their first rank."""
     MEAN = "mean"
-    """Over the replicas."""
+    """The mean over the replicas."""
     SPREAD = "spread"
     """Standard deviation over the replicas."""
     MAX = "max"
-    """Over all ranks."""
+    """The largest over all ranks."""
 
 
 def is_known(values: Values, value: float) -> bool:
@@ -57,17 +57,18 @@ class Metric:
     """What the name leaves open."""
     reduce: Reduce = Reduce.LAST
     tag: str = ""
-    """Of tensorboard and wandb; empty: it is not there."""
+    """The tag in tensorboard and wandb; empty: it is not there."""
     scale: float = 1.0
-    """Of the value under its tag."""
+    """The scale of the value under its tag."""
     when: Callable[[Values, float], bool] = is_known
     """Whether a step's value is under its tag and in the log line."""
     text: str | Callable[[Values, str], str] = ""
-    """Its part of the log line: a form for the step's values, or a function of these and of the name for `{}`."""
+    """The metric's part of the log line: a form for the step's values, or a function of these and of the name for
+    `{}`."""
     of: Callable[[Values], float] | None = None
     """Computes it from the other values of the step; else it is recorded."""
     over_run: str = ""
-    """"sum": summed over the steps of this process; "steps": in how many of them it was above 0."""
+    """How the steps of this process are summed up. "sum": their sum; "steps": in how many of them it was above 0."""
     in_file: bool = True
     """Whether it is in metrics.jsonl."""
     on_page: bool = False

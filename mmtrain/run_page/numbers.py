@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from mmtrain.run_page.runs import Run
+from mmtrain.run_page.runs import RunContents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,14 +34,14 @@ _FAR_OFF: dict[str, tuple[Callable[[float], bool], str]] = {
         lambda ratio: not 0.5 <= ratio <= 2,
         "Costs are not of this machine and its load, so plans do not suit it: run mmtrain profile.",
     ),
-    "plan_gap": (lambda gap: gap > 0.1, "The search may find better plans: raise planner.budget_evaluations."),
+    "plan_gap": (lambda gap: gap > 0.1, "The search may find better plans: raise planner.search.budget_evaluations."),
 }
 """Key in the metrics -> whether its number is far off, and what to do about it."""
 _MOST_LOST = 0.1
 """Tolerated part of the steps, or of their time."""
 
 
-def numbers(run: Run) -> list[Number]:
+def numbers(run: RunContents) -> list[Number]:
     """The known numbers of a run. Rates are medians of the second half of its steps."""
     goal = run.setting("training", "steps")
     shown = [
@@ -84,7 +84,7 @@ def _second_half(values: Sequence[float | None]) -> list[float]:
     return [value for value in values[len(values) // 2 :] if value is not None]
 
 
-def _rate(run: Run, label: str, key: str, form: str, note: str = "", show: object = None) -> Number | None:
+def _rate(run: RunContents, label: str, key: str, form: str, note: str = "", show: object = None) -> Number | None:
     known = _second_half(run.column(key))
     if not known:
         return None
@@ -93,7 +93,7 @@ def _rate(run: Run, label: str, key: str, form: str, note: str = "", show: objec
     return replace(number, advice=advice) if number and is_far_off(median(known)) else number
 
 
-def _flops_per_s(run: Run) -> Number | None:
+def _flops_per_s(run: RunContents) -> Number | None:
     """Shown instead of MFU where the peak FLOP/s of the device are not known."""
     note = "a device; MFU needs metrics.peak_flops"
     return _rate(run, "model FLOP/s", "tflops", "{:.3g} G", note=note, show=lambda tera: 1000 * tera)
@@ -109,7 +109,7 @@ def _mean_of_last_ten(values: Sequence[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _validation(run: Run) -> list[Number]:
+def _validation(run: RunContents) -> list[Number]:
     known = [line for line in run.validations if isinstance(line["validation_loss"], float)]
     if not known:
         return []
@@ -137,7 +137,7 @@ def _table(value: object) -> list[tuple[str, float]]:
     return [(str(name), number) for name, number in pairs if isinstance(number, int | float)]
 
 
-def _samples(run: Run) -> Number | None:
+def _samples(run: RunContents) -> Number | None:
     """Samples and epochs done."""
     last, goal = run.steps[-1], run.setting("training", "epochs")
     done, epoch = last.get("samples_done"), last.get("epoch")
@@ -146,7 +146,7 @@ def _samples(run: Run) -> Number | None:
     return _number("samples", done if isinstance(done, int | float) else None, "{:,.0f}", note)
 
 
-def _most_waited_for(run: Run) -> str:
+def _most_waited_for(run: RunContents) -> str:
     """The module that causes most idle time, with its part."""
     parts = {module: _second_half(run.column(f"bubble_{module}")) for module in run.modules}
     medians = {module: median(values) for module, values in parts.items() if values}
@@ -156,7 +156,7 @@ def _most_waited_for(run: Run) -> str:
     return f"{medians[most]:.1%} for {most}"
 
 
-def _fallbacks(run: Run) -> list[Number]:
+def _fallbacks(run: RunContents) -> list[Number]:
     last = run.steps[-1]
     counts = {name: last.get(f"plan_{name}") for name in ("late", "failed", "invalid")}
     known = {name: count for name, count in counts.items() if count is not None}
@@ -166,7 +166,8 @@ def _fallbacks(run: Run) -> list[Number]:
     total, advice = sum(known.values()), ""
     if total > _MOST_LOST * run.last_step:
         advice = (
-            "Searches end too late: lower planner.budget_evaluations, or raise planner.threads or planner.patience_s."
+            "Searches end too late: lower planner.search.budget_evaluations, or raise planner.search.threads or "
+            "planner.search.patience_s."
             if 2 * known.get("late", 0) > total
             else "Searches fail: the log says why."
         )
@@ -174,7 +175,7 @@ def _fallbacks(run: Run) -> list[Number]:
     return [Number(label="first plans run", value=f"{total:,}", note=note, advice=advice)]
 
 
-def _memory(run: Run) -> list[Number]:
+def _memory(run: RunContents) -> list[Number]:
     columns = (run.column(f"memory_{name}_gib") for name in ("measured", "predicted", "limit"))
     measured = [row for row in zip(*columns, strict=True) if row[0] is not None]
     if not measured:
@@ -186,8 +187,8 @@ def _memory(run: Run) -> list[Number]:
     return [Number(label="peak memory", value=f"{peak:.2f} GiB", note=note, advice=advice)]
 
 
-def _waits(run: Run) -> list[Number]:
-    """Over the second half of the steps, as kernels are compiled in the first ones."""
+def _waits(run: RunContents) -> list[Number]:
+    """The waits over the second half of the steps, as kernels are compiled in the first ones."""
     total = sum(_second_half(run.column("step_time_s")))
     keys = (("data_time_s", "data"), ("plan_time_s", "plans"))
     parts = [(sum(_second_half(run.column(key))), name) for key, name in keys]
@@ -198,13 +199,13 @@ def _waits(run: Run) -> list[Number]:
     if lost > _MOST_LOST:
         advice = {
             "data": "Steps wait for data: raise data.num_workers or data.prefetch.",
-            "plans": "Steps wait for plans: lower planner.budget_evaluations, or raise planner.threads.",
+            "plans": "Steps wait for plans: lower planner.search.budget_evaluations, or raise planner.search.threads.",
         }[max(parts)[1]]
     return [Number(label="time lost to waits", value=f"{lost:.1%}", note=parts_text, advice=advice)]
 
 
-def _changes(run: Run) -> list[Number]:
-    """Of an elastic job: how much of its time led to steps."""
+def _changes(run: RunContents) -> list[Number]:
+    """How much of an elastic job's time led to steps."""
     known = [value for value in run.column("time_in_steps") if value is not None]
     if not known:
         return []

@@ -13,7 +13,7 @@ from mmtrain import __version__
 from mmtrain.errors import ConfigError
 from mmtrain.run_page.charts import HUES, chart_json, charts
 from mmtrain.run_page.numbers import numbers
-from mmtrain.run_page.runs import Run, read_run
+from mmtrain.run_page.runs import RunContents, read_run
 from mmtrain.schedule.view.drawing import COLOURS
 
 
@@ -33,7 +33,7 @@ def write_page(folders: Sequence[Path], out: Path) -> int:
     return len(made)
 
 
-def page(runs: Sequence[Run]) -> str:
+def page(runs: Sequence[RunContents]) -> str:
     """The page of some runs."""
     assets = resources.files("mmtrain") / "assets" / "run_page"
     names = ", ".join(run.name for run in runs)
@@ -51,7 +51,7 @@ def page(runs: Sequence[Run]) -> str:
     return re.sub(f"@({'|'.join(parts)})@", lambda mark: parts[mark[1]], text)  # at once: names of runs may have marks
 
 
-def _data(runs: Sequence[Run]) -> dict[str, Any]:
+def _data(runs: Sequence[RunContents]) -> dict[str, Any]:
     return {
         "version": __version__,
         "colours": [{str(kind): colour for kind, colour in kinds.items()} for kinds in COLOURS],

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from mmtrain.config.toml_sections import RUN_FILE
 from mmtrain.errors import ConfigError
 
 MOST_TIMELINES = 24
@@ -18,7 +19,7 @@ Line = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunContents:
     """The contents of a run's folder."""
 
     name: str
@@ -73,7 +74,7 @@ class Run:
         return [value if isinstance(value := line.get(key), int | float) else None for line in self.steps]
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RunContents:
     """The run in a folder (`job.dump_folder` of its job).
 
     Raises: ConfigError: it is not the folder of a run, or no step has ended yet.
@@ -82,7 +83,7 @@ def read_run(folder: Path) -> Run:
     if not folder.is_dir():
         raise ConfigError(f"report: {folder} is not a folder; name the job.dump_folder of a job")
     if not path.is_file():
-        if (folder / "config.toml").is_file():
+        if (folder / RUN_FILE).is_file():
             raise ConfigError(f"report: {folder} has no metrics.jsonl yet; try again when the first step has ended")
         raise ConfigError(f"report: {folder} has no metrics.jsonl, so no job ran in it; name a job.dump_folder")
     steps: dict[int, Line] = {}
@@ -99,9 +100,9 @@ def read_run(folder: Path) -> Run:
             kind[line["step"]] = line
     if not steps:
         raise ConfigError(f"report: {path} has no step yet; try again when the first one has ended")
-    config_path = folder / "config.toml"
+    config_path = folder / RUN_FILE
     last = max(steps)
-    return Run(
+    return RunContents(
         name=folder.resolve().name,
         steps=tuple(steps[step] for step in sorted(steps)),
         validations=tuple(validations[step] for step in sorted(validations)),
@@ -115,7 +116,7 @@ def read_run(folder: Path) -> Run:
 
 
 def _generation(line: Line) -> int:
-    """That of an elastic job which wrote a line; 0: of another job."""
+    """The generation of an elastic job that wrote a line; 0: the job is not elastic."""
     number = line.get("generation")
     return number if isinstance(number, int) else 0
 

@@ -95,11 +95,11 @@ class Needs(NamedTuple):
     """The kinds of results that an action of one kind waits for."""
 
     own: Kind | None = None
-    """Of the same stage and work."""
+    """The result of the same stage and work."""
     sources: Kind | None = None
-    """Of the sources of the edges that enter (stage, work)."""
+    """The result of the sources of the edges that enter (stage, work)."""
     targets: Kind | None = None
-    """Of the targets of the edges that leave it and carry a gradient back."""
+    """The result of the targets of the edges that leave it and carry a gradient back."""
 
 
 NEEDS = {
@@ -132,7 +132,7 @@ class Action:
     kind: Kind
     stage: int
     microbatch: int = -1
-    """-1 for the stage-wide kinds."""
+    """The microbatch; -1 for the stage-wide kinds."""
     sub_microbatch: int = -1
     peer: int = -1
     """The other stage of a transfer; -1 for the other kinds."""

@@ -170,9 +170,9 @@ class Run:
         self.engine, self.orders, self.braids = engine, orders, braids
         self.seconds = seconds or [[0.0] * len(order) for order in orders]
         self.starts: list[list[float]] = [[] for _ in orders]
-        """[rank][step]"""
+        """The start of each entry, [rank][step]."""
         self.ends: list[list[float]] = [[] for _ in orders]
-        """[rank][step]"""
+        """The end of each entry, [rank][step]."""
         self.ranks: list[int] = []
         """The rank of each step that ran, in topological order."""
         while sum(map(self._advance, range(len(orders)))):

@@ -16,7 +16,7 @@ from mmtrain.errors import PlanError
 from mmtrain.schedule.action import BRAID, KINDS, NEEDS, RESULT_OF, Action, Kind
 from mmtrain.schedule.items import Input, Items, Local, Result
 
-Node = TypeVar("Node")
+NodeT = TypeVar("NodeT")
 
 Need = tuple[Result, "Edge | None"]
 """A result that an action waits for, and the edge that carries it; None within one stage."""
@@ -31,7 +31,8 @@ class ModuleStages:
 
     @property
     def label(self) -> str:
-        """Its name in drawings and metrics, where parts as `head.0` and `head.1` are one module: without the number."""
+        """The name of the module in drawings and metrics, where `head.0` and `head.1` are one module: without the
+        number."""
         name, _, number = self.name.rpartition(".")
         return name if name and number.isdecimal() else self.name
 
@@ -53,7 +54,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Instruction:
+class InstructionNode:
     """One action of a registered kind: what it waits for, and what waits for it, all on its stage's rank.
 
     It is local to that rank. Its kind is registered by whoever makes it (`Kind.register`), in a job by a recipe, whose
@@ -71,7 +72,7 @@ class Instruction:
 
     @property
     def key(self) -> Result:
-        """Its result."""
+        """The result of the instruction."""
         return self.kind, self.stage, self.work
 
 
@@ -107,19 +108,19 @@ class Edge:
     """Size of the activation and of its gradient; None: the output of the source stage."""
 
 
-def linear_extension(before: Mapping[Node, Collection[Node]], key: Callable[[Node], Any]) -> list[Node]:
+def linear_extension(before: Mapping[NodeT, Collection[NodeT]], key: Callable[[NodeT], Any]) -> list[NodeT]:
     """The nodes in the order of their keys, but each after its predecessors; without those of a cycle.
 
     Args: before: node -> its predecessors.
     """
     waiting = {node: len(others) for node, others in before.items()}
-    after: dict[Node, list[Node]] = {}
+    after: dict[NodeT, list[NodeT]] = {}
     for node, others in before.items():
         for other in others:
             after.setdefault(other, []).append(node)
     ready = [(key(node), node) for node, count in waiting.items() if not count]
     heapq.heapify(ready)
-    order: list[Node] = []
+    order: list[NodeT] = []
     while ready:
         order.append(heapq.heappop(ready)[1])
         for other in after.get(order[-1], ()):
@@ -142,7 +143,7 @@ class WorkGraph:
     stage_rank: tuple[int, ...]
     works: tuple[Work, ...]
     backward: tuple[tuple[bool, ...], ...]
-    instructions: tuple[Instruction, ...] = ()
+    instructions: tuple[InstructionNode, ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
@@ -244,8 +245,8 @@ class WorkGraph:
             )
 
     @cached_property
-    def instruction(self) -> dict[Result, Instruction]:
-        """(kind, stage, work) -> instruction."""
+    def instruction(self) -> dict[Result, InstructionNode]:
+        """The instructions by (kind, stage, work)."""
         return {given.key: given for given in self.instructions}
 
     @cached_property
@@ -312,7 +313,7 @@ class WorkGraph:
 
     @cached_property
     def work_index(self) -> dict[tuple[int, int, int], int]:
-        """(module, microbatch, sub_microbatch) -> work."""
+        """The works by (module, microbatch, sub_microbatch)."""
         return {(w.module, w.microbatch, w.sub_microbatch): i for i, w in enumerate(self.works)}
 
     def stages(self, work: int) -> tuple[int, ...]:

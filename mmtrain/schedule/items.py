@@ -15,7 +15,7 @@ SAME_RANK = -1
 """The message of a result that is needed on its own rank."""
 
 Dependent = tuple[int, int]
-"""(item that waits, message)."""
+"""An item that waits, and the message that it waits for."""
 
 Result = tuple[Kind, int, int]
 """The result of an action: (F, B, W or a registered kind; stage, work). B and I have the result B, the gradient of the
@@ -26,7 +26,7 @@ class Input(NamedTuple):
     """An activation that a work takes from another one."""
 
     work: int
-    """The other one."""
+    """The work that it is taken from."""
     source: int
     """Position in its chain."""
     target: int
@@ -34,7 +34,7 @@ class Input(NamedTuple):
     grad: bool
     """Whether its gradient goes back, if both stages have a backward."""
     size_bytes: float | None
-    """None: as the output of its stage."""
+    """Bytes of the message; None: as the output of its stage."""
 
 
 class Local(NamedTuple):
@@ -72,28 +72,28 @@ class Items:
         self.position = position
         """[stage] -> its position in its module's chain."""
         self.stage = [stage for chain in chains for stage in chain]
-        """[node]"""
+        """[node] -> its stage."""
         self.work = [work for work, chain in enumerate(chains) for _ in chain]
-        """[node]"""
+        """[node] -> its work."""
         self.rank = [stage_rank[stage] for stage in self.stage]
-        """[node]"""
+        """[node] -> its rank."""
         self.rank_of = [*self.rank * 3, *(local.rank for local in instructions.values())]
-        """[item]"""
+        """[item] -> its rank."""
         self.has_backward = [flag for row in backward for flag in row]
-        """[node]"""
+        """[node] -> whether it has a backward."""
         self.num_items = 3 * self.num_nodes + len(instructions)
         self.num_needs = [0] * self.num_items
         """[item] -> number of results it needs."""
         self.dependents: list[list[Dependent]] = [[] for _ in range(self.num_items)]
         """[item] -> the items that wait for it."""
         self.over_edges: list[tuple[int, int, int]] = []
-        """(result, item that needs it, message) of all edges, those into and out of one node in the graph's order."""
+        """All edges as (result, item that needs it, message), those into and out of one node in the graph's order."""
         self.link_bytes: list[float] = []
         """Sizes of the further messages: links with their own `size_bytes`."""
         self.link_source: list[int] = []
         """The nodes that make them."""
         self.copies: dict[tuple[int, int], None] = {}
-        """(message, rank that reads it), in the order of the edges."""
+        """All pairs of a message and a rank that reads it, in the order of the edges."""
         self._add_table(self._edges(inputs))
         self._instructions = {key: 3 * self.num_nodes + number for number, key in enumerate(instructions)}
         for key, local in instructions.items():
@@ -163,7 +163,7 @@ class Items:
             self._add(*need)
 
     def _edges(self, inputs: Sequence[Sequence[Input]]) -> list[tuple[int, int, int, bool]]:
-        """(source node, target node, message, whether its gradient is sent back) of all edges."""
+        """All edges as (source node, target node, message, whether its gradient is sent back)."""
         rank, grad, first = self.rank, self.has_backward, self.first
         edges = []
         for work, links in enumerate(inputs):

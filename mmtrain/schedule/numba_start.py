@@ -42,12 +42,12 @@ def _announce() -> None:
     from numba.core import event
 
     class Once(event.Listener):  # type: ignore[misc]
-        told = False
+        announced = False
 
         def on_start(self, event: Any) -> None:
-            if self.told:
+            if self.announced:
                 return
-            self.told = True
+            self.announced = True
             if logger.handlers:
                 logger.info(_COMPILING)
             else:  # a command, which has no log

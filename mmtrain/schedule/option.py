@@ -85,7 +85,7 @@ class Option:
     """Held additionally while B or I runs: recomputed activations, those copied back from the CPU, or temporary tensors
     that are counted."""
     split_s: float = 0.0
-    """By how much I and W take longer together than B, as part of W: a second dispatch."""
+    """The seconds that I and W take longer together than B, as part of W: a second dispatch."""
     forward_exchange_s: float = 0.0
     """The part of `forward_s` that is exchanges between the ranks that divide the layers."""
     backward_exchange_s: float = 0.0
@@ -93,7 +93,8 @@ class Option:
     host_s: float = 0.0
     """Seconds of the copies to host memory during F, and of those back during B or I, as in `Load`."""
     contention: float = 1.0
-    """As in `Load`. Below 1 layers run as units: blocks and whole backwards hide exchanges. 1: nothing is hidden."""
+    """The contention, see `Load`. Below 1 layers run as units: blocks and whole backwards hide exchanges. 1: nothing is
+    hidden."""
 
     @property
     def has_backward(self) -> bool:
@@ -106,7 +107,7 @@ class Option:
         return self.activation_bytes if self.weight_bytes is None else self.weight_bytes
 
     def scaled(self, forward: float, backward_input: float, backward_weight: float) -> "Option":
-        """The same with the seconds of F, I and W, exchanges included, times factors."""
+        """This option with the seconds of F, I and W, exchanges included, times factors."""
         return replace(
             self,
             forward_s=forward * self.forward_s,

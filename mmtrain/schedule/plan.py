@@ -23,7 +23,7 @@ class Plan:
     orders: tuple[tuple[Action, ...], ...]
     """One order of compute actions a rank."""
     options: Mapping[tuple[int, int], int] = field(default_factory=dict)
-    """(stage, work) -> index into its option list; what is absent has option 0."""
+    """The index of each (stage, work) into its option list; what is absent has option 0."""
 
     def __str__(self) -> str:
         """One line a rank: its actions separated by spaces; `parse` reads it back."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from mmtrain.errors import PlanError
 from mmtrain.schedule.action import BRAID, COMPUTE, Action, Kind
-from mmtrain.schedule.graph import Edge, Instruction, Link, ModuleStages, Work, WorkGraph
+from mmtrain.schedule.graph import Edge, InstructionNode, Link, ModuleStages, Work, WorkGraph
 from mmtrain.schedule.io import instruction_json
 from mmtrain.schedule.io.strict_json import (
     fields,
@@ -50,13 +50,13 @@ class EntryCost(NamedTuple):
 
     seconds: float
     needed_bytes: float
-    """While it runs, in addition to what was held before it."""
+    """The bytes that it needs while it runs, in addition to what was held before it."""
     growth_bytes: float
     """What it allocates, less what it frees."""
     exposed_s: float = 0.0
-    """By how much it takes longer than its compute: exchanges that nothing hides, and contention."""
+    """The seconds that it takes longer than its compute: exchanges that nothing hides, and contention."""
     copying_s: float = 0.0
-    """By how much copies to and from host memory take longer than all that."""
+    """The seconds that copies to and from host memory take longer than all that."""
 
 
 CostKey = tuple[Kind, int, int]
@@ -122,7 +122,7 @@ class PlanningProblem:
         output_bytes: Iterable[Sequence[float]],
         p2p: P2P,
         memory_limit_bytes: Sequence[float | None] | None = None,
-        instructions: Iterable[Instruction] = (),
+        instructions: Iterable[InstructionNode] = (),
     ) -> "PlanningProblem":
         """The problem whose graph takes its backward flags from the options.
 
@@ -215,7 +215,7 @@ class PlanningProblem:
 
     @cached_property
     def _costs_of(self) -> dict[tuple[CostKey, ...], EntryCost]:
-        """Its parts -> cost of an entry: a cache."""
+        """The cost of an entry by its parts: a cache."""
         return {}
 
     def _cost(self, key: tuple[CostKey, ...]) -> EntryCost:

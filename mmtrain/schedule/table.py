@@ -65,12 +65,12 @@ class _Turns(Policy):
         self._table, self._engine, self._items = table, engine, items
         self.seconds: list[float | None] = [None] * items.num_items
         self._queues = [[deque[int]() for _ in range(items.num_ranks)] for _ in (F, B)]
-        """[slot][rank]"""
+        """The queues, [slot][rank]."""
         for item in (*table.forwards, *table.backwards):
             slot, node = divmod(item, items.num_nodes)
             self._queues[slot][items.rank[node]].append(item)
             self.seconds[item] = float(table.ticks[node])
-        self._owed = Counter(table.pair[item - items.num_nodes] for item in table.backwards)
+        self._remaining_backwards = Counter(table.pair[item - items.num_nodes] for item in table.backwards)
         """Pair -> backwards that have not ended."""
         self._opened: set[int] = set()
         """The pairs in flight."""
@@ -122,8 +122,8 @@ class _Turns(Policy):
         slot, node = divmod(item, self._items.num_nodes)
         pair = self._table.pair[node]
         if slot == B:
-            self._owed[pair] -= 1
-            if not self._owed[pair] and pair in self._opened:
+            self._remaining_backwards[pair] -= 1
+            if not self._remaining_backwards[pair] and pair in self._opened:
                 self._opened.remove(pair)
                 self._room[self._items.rank[node]] += 1
 

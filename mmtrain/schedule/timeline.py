@@ -59,12 +59,12 @@ class Timeline:
 
     @cached_property
     def start_s(self) -> float:
-        """When the first action starts."""
+        """The start of the first action."""
         return min((row.start_s for row in self.rows), default=0.0)
 
     @cached_property
     def end_s(self) -> float:
-        """When the last action ends."""
+        """The end of the last action."""
         return max((row.end_s for row in self.rows), default=0.0)
 
     @property

@@ -30,7 +30,7 @@ MODELS: dict[str, Callable[[int, int], Stream]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Message:
+class _TransferEnd:
     """One end of a transfer, posted by a rank."""
 
     step: int
@@ -38,7 +38,7 @@ class _Message:
     source: int
     target: int
     name: tuple[bool, int, int, int, int]
-    """Equal on both ends: (forward, source stage, target stage, microbatch, sub_microbatch)."""
+    """The message, equal on both ends: (forward, source stage, target stage, microbatch, sub_microbatch)."""
 
 
 def check_transport(program: Program, models: Sequence[str] = tuple(MODELS)) -> None:
@@ -56,13 +56,13 @@ def check_transport(program: Program, models: Sequence[str] = tuple(MODELS)) -> 
         _Execution(program, messages, model).run()
 
 
-def _message(program: Program, step: int, action: Action) -> _Message:
+def _message(program: Program, step: int, action: Action) -> _TransferEnd:
     rank_of = program.graph.stage_rank
     forward = action.kind in (Kind.SEND_F, Kind.RECV_F, Kind.WAIT_F)
     producer_first = action.kind in SENDS
     sender, receiver = (action.stage, action.peer) if producer_first else (action.peer, action.stage)
     name = (forward, sender, receiver, action.microbatch, action.sub_microbatch)
-    return _Message(step, action, rank_of[sender], rank_of[receiver], name)
+    return _TransferEnd(step, action, rank_of[sender], rank_of[receiver], name)
 
 
 def _fault(program: Program, rank: int, action: Action, seen: set[Action]) -> str:
@@ -108,13 +108,13 @@ def _computed(program: Program, kind: Kind, stage: int, work: int, seen: set[Act
 class _Execution:
     """One run of all ranks' lists under one transport model."""
 
-    def __init__(self, program: Program, messages: list[list[_Message | None]], model: str) -> None:
+    def __init__(self, program: Program, messages: list[list[_TransferEnd | None]], model: str) -> None:
         self._program = program
         self._messages = messages
         self._model = model
         self._stream = MODELS[model]
         self._steps = [0] * len(program.actions)
-        self._queues: list[dict[Stream, deque[_Message]]] = [{} for _ in program.actions]
+        self._queues: list[dict[Stream, deque[_TransferEnd]]] = [{} for _ in program.actions]
         self._arrived: set[tuple[bool, int, int, int, int]] = set()
 
     def run(self) -> None:
@@ -164,7 +164,7 @@ class _Execution:
                 progress = True
         return progress
 
-    def _raise_mismatch(self, rank: int, sent: _Message, received: _Message) -> None:
+    def _raise_mismatch(self, rank: int, sent: _TransferEnd, received: _TransferEnd) -> None:
         actions = self._program.actions
         raise PlanError(
             f"mismatch under {self._model} transport: rank {rank}, step {sent.step}: {sent.action} would be "

@@ -1,11 +1,11 @@
-"""Where the rank-seconds of an iteration go, from model FLOPs at the peak rate to idle time. Pure."""
+"""The parts of an iteration's rank-seconds, from model FLOPs at the peak rate to idle time. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Part(StrEnum):
+class TimePart(StrEnum):
     """A part of the rank-seconds (ranks x seconds) of an iteration, in the order of tables and charts."""
 
     MODEL_FLOPS = "model FLOPs"
@@ -23,15 +23,15 @@ class Part(StrEnum):
     REDUCTIONS = "gather, reduce"
     """Data-parallel gathers of parameters and reductions of gradients, outside of the pipelines' time."""
     OPTIMIZER = "optimizer"
-    """Of a measured step also the gradients' norm, and waiting for other replicas."""
+    """The optimizer step; in a measured step also the gradients' norm, and waiting for other replicas."""
     INPUT = "data, plan"
-    """Of a measured step: waiting for data and for the plan."""
+    """Waiting for data and for the plan, in a measured step."""
 
 
-COMPUTING = (Part.MODEL_FLOPS, Part.BELOW_PEAK, Part.RECOMPUTATION, Part.EXCHANGES)
+COMPUTING = (TimePart.MODEL_FLOPS, TimePart.BELOW_PEAK, TimePart.RECOMPUTATION, TimePart.EXCHANGES)
 """The parts of the time in which actions run."""
 
-Parts = tuple[Part, ...]
+Parts = tuple[TimePart, ...]
 """Parts that cannot be told apart; usually one."""
 
 
@@ -50,7 +50,7 @@ class Breakdown:
     @classmethod
     def of(cls, total_s: float, seconds: Mapping[Parts, float]) -> "Breakdown":
         """The parts in their order. Args: seconds: of each part, in the unit of `total_s`, which they add up to."""
-        ordered = sorted(seconds, key=lambda parts: list(Part).index(parts[0]))
+        ordered = sorted(seconds, key=lambda parts: list(TimePart).index(parts[0]))
         return cls({parts: seconds[parts] / total_s for parts in ordered})
 
     @classmethod
@@ -60,7 +60,7 @@ class Breakdown:
         total = sum(weights)
         return cls({parts: sum(b.shares[parts] * w for b, w in pairs) / total for parts in breakdowns[0].shares})
 
-    def __getitem__(self, part: Part) -> float:
+    def __getitem__(self, part: TimePart) -> float:
         """The fraction of one part. Raises: KeyError: it cannot be told from others."""
         return self.shares[(part,)]
 
@@ -75,8 +75,8 @@ def label(parts: Parts) -> str:
     return " + ".join(parts)
 
 
-def computing(busy_s: float, known: Mapping[Part, float | None]) -> dict[Parts, float]:
-    """The parts of the time in which actions run; what is not known apart is joined with `Part.BELOW_PEAK`.
+def computing(busy_s: float, known: Mapping[TimePart, float | None]) -> dict[Parts, float]:
+    """The parts of the time in which actions run; what is not known apart is joined with `TimePart.BELOW_PEAK`.
 
     Args:
         busy_s: rank-seconds of all actions.

@@ -35,9 +35,9 @@ class Cut:
     is_chain: bool = False
     """Whether all modules are one chain, cut by time."""
     placement: Placed = ""
-    """Of modules on ranks of their own: how they are placed."""
+    """How modules on ranks of their own are placed."""
     ranks: tuple[int, ...] = ()
-    """Of placed modules: ranks of each group that shares them."""
+    """The ranks of each group that shares such modules."""
     divides_vocabulary: bool = False
     """Whether each rank has a part of the vocabulary."""
 
@@ -63,7 +63,7 @@ class Found:
 
     best: Cut
     finalists: tuple[tuple[Cut, float], ...]
-    """(cut, seconds of a mean iteration), chains last, fewest segments first."""
+    """The best cuts with the seconds of a mean iteration, chains last, fewest segments first."""
     num_tried: int
     too_large: tuple[Cut, ...] = ()
     """Chains that are better than the best cut, but take more memory."""
@@ -111,7 +111,7 @@ def simplicity(cut: Cut) -> tuple[bool, bool, int, tuple[int, ...], str, tuple[i
     return not cut.is_even, cut.divides_vocabulary, sum(cut.segments), cut.segments, cut.placement, cut.ranks
 
 
-def looks(
+def microbatches_to_judge(
     num_ranks: int, num_microbatches: int, quick_s: Sequence[float], exact_s: Sequence[float], rank_s: float
 ) -> tuple[int, int]:
     """The numbers of microbatches on which all candidates, and then the finalists, are judged.

@@ -17,7 +17,7 @@ from mmtrain.simulator.typical_iterations import TypicalIterations
 from mmtrain.spec.spec import ModelSpec
 
 PLACEMENTS: tuple[Placed, ...] = ("parallel", "colocated")
-"""Of modules that do not reach every rank."""
+"""The placements of modules that do not reach every rank."""
 MOST_SEGMENTS = 4
 """The largest K that the search tries."""
 
@@ -105,7 +105,7 @@ def _no_ranks(
 
 
 def placed_cuts(config: Config, spec: ModelSpec, weights: Mapping[str, Sequence[float]]) -> list[Cut]:
-    """For each placement the best numbers of ranks, and those with one rank moved from a group to another."""
+    """The best numbers of ranks for each placement, and those with one rank moved from a group to another."""
     cuts: dict[Cut, None] = {}
     segments, num_ranks = _placed_segments(config), config.parallelism.pipeline_parallel_degree
     for placement in PLACEMENTS:

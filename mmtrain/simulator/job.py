@@ -34,7 +34,7 @@ def make_job(config: Config, choose: Choose = choose_partition) -> Job:
     With planner.memory_limit and a device of known memory, activations may take what the limit leaves for them.
     The memory that a process takes in addition to tensors is not known yet and counts as 0 bytes.
 
-    Args: config: of pipelines of one depth (`of_pipeline`). choose: the partition, that of a simulated baseline.
+    Args: config: of pipelines of one depth (`of_pipeline`). choose: the partition.
     Raises: ConfigError: a model that cannot be built or cut, or a limit that leaves nothing for activations; an elastic
         job, which has another layout for each number of nodes.
     """

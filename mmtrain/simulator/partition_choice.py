@@ -23,7 +23,7 @@ from mmtrain.planner.job_schedule import job_schedule
 from mmtrain.planner.memory.limit import MemoryRule
 from mmtrain.planner.partition.partition import Partition, mixed_partition
 from mmtrain.simulator import cuts
-from mmtrain.simulator.cut_search import CHAIN_WORTH, Cut, Found, best_cut, looks, simplicity
+from mmtrain.simulator.cut_search import CHAIN_WORTH, Cut, Found, best_cut, microbatches_to_judge, simplicity
 from mmtrain.simulator.typical_iterations import TypicalIterations
 from mmtrain.simulator.work_size import sub_microbatch_size
 from mmtrain.spec.spec import ModelSpec
@@ -68,16 +68,11 @@ def choose_partition(config: Config, spec: ModelSpec, costs: CostModel, sub_micr
             'other still needs; set "step", or choose a schedule without braids'
         )
     placement = config.planner.placement
-    if placement not in ("spread", "replicated") and schedule.placement == "v":
+    if placement != "spread" and schedule.placement == "v":
         raise ConfigError(
             f'planner.placement = "{placement}" with parallelism.pipeline_parallel_schedule = '
             f'"{config.parallelism.pipeline_parallel_schedule}", which goes down all pipeline ranks and back up in '
             'every module; choose another schedule, or set "spread"'
-        )
-    if placement == "replicated":
-        raise ConfigError(
-            'planner.placement = "replicated", in which every rank of the language model runs all encoders again, is a '
-            'baseline of `mmtrain simulate` alone; set "spread", "parallel", "colocated" or "search"'
         )
     if placement == "parallel" or placement == "colocated":
         weights = cuts.placing_weights(config, spec, costs, sub_microbatch)
@@ -113,7 +108,7 @@ class _Candidates:
 
     @cached_property
     def typical(self) -> TypicalIterations:
-        """As many as are drawn. Errors: see `TypicalIterations.draw`."""
+        """The iterations that are drawn. Errors: see `TypicalIterations.draw`."""
         return self.draw()
 
     @cached_property
@@ -218,7 +213,9 @@ def _found(config: Config, models: Mapping[bool, _Candidates]) -> Found | None:
         return [iterations.judging_s(partition_for(cut)) for cut in own]
 
     rates = judging_s(first.draw(is_quick=True)), judging_s(typical)
-    quick_microbatches, exact_microbatches = looks(num_ranks, typical.num_microbatches, *rates, typical.rank_s)
+    quick_microbatches, exact_microbatches = microbatches_to_judge(
+        num_ranks, typical.num_microbatches, *rates, typical.rank_s
+    )
     quick = drawn(most_microbatches=quick_microbatches, is_quick=True)
     exact = drawn(most_microbatches=exact_microbatches)
     memory = MemoryRule.of_device(config)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from mmtrain.config.topology import Coordinates
-from mmtrain.costs.machine import Network
+from mmtrain.costs.machine import RankNetwork
 from mmtrain.costs.operators.graph import OpKind
 from mmtrain.planner.memory.rank_state import Sharding
 from mmtrain.planner.partition.partition import Partition
@@ -23,7 +23,7 @@ class SumMessage:
     """Gradients of layers with equal holders."""
 
     holders: tuple[tuple[int, int], ...]
-    """(pipeline, its stage) of each copy, ascending."""
+    """The pipeline and stage of each copy, ascending."""
     holder_ranks: tuple[int, ...]
     """The global rank of each, those of one position in a stage."""
     num_bytes: float
@@ -40,11 +40,11 @@ class PipelineSums:
 
     messages: tuple[SumMessage, ...]
     seconds: tuple[float, ...]
-    """[message]"""
+    """The seconds of each message."""
 
     @classmethod
     def of(
-        cls, partitions: Sequence[Partition], spec: ModelSpec, sharding: Sharding, network: Network
+        cls, partitions: Sequence[Partition], spec: ModelSpec, sharding: Sharding, network: RankNetwork
     ) -> "PipelineSums":
         """The sums of a job. Args: partitions: [pipeline]."""
         messages = _messages(partitions, spec, sharding)
@@ -52,7 +52,8 @@ class PipelineSums:
         return cls(messages=messages, seconds=seconds)
 
     def end_s(self, reduced_s: Sequence[Sequence[float]]) -> float:
-        """When all gradients are complete. Args: reduced_s: [pipeline][stage] -> when its REDUCE has ended."""
+        """The time at which all gradients are complete. Args: reduced_s: [pipeline][stage] -> when its REDUCE has
+        ended."""
         started_s: dict[int, float] = {}
         ready_s: list[float] = []
         for message in self.messages:
@@ -87,7 +88,7 @@ def _messages(partitions: Sequence[Partition], spec: ModelSpec, sharding: Shardi
 
 
 def _layer_elements(partition: Partition, spec: ModelSpec, sharding: Sharding) -> dict[tuple[str, int], float]:
-    """(module, layer) -> trainable parameters of a rank's shard, in forward order; only layers that have some.
+    """The trainable parameters of a rank's shard of each (module, layer), in forward order; only layers that have some.
 
     A tied matrix counts where it is first.
     """
@@ -104,7 +105,7 @@ def _layer_elements(partition: Partition, spec: ModelSpec, sharding: Sharding) -
 def _layer_holders(
     partitions: Sequence[Partition], spec: ModelSpec
 ) -> dict[tuple[str, int], tuple[tuple[int, int], ...]]:
-    """(module, layer) -> (pipeline, stage) of those that hold it, ascending."""
+    """The holders (pipeline, stage) of each (module, layer), ascending."""
     found: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for pipeline, partition in enumerate(partitions):
         for stage in partition.stages:

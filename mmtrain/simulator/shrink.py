@@ -124,6 +124,6 @@ def _planner(section: PlannerConfig, partition: Partition) -> PlannerConfig:
     # A chain that the search chose is one again; the other numbers are in the model's sections.
     how = "mixed-latency" if partition.passes and section.partition == "search" else section.partition
     # The real model's memory limit does not apply to the small one.
-    return replace(
-        section, partition=how, placement=partition.placed or "spread", activation_memory_gib=0.0, memory_limit=""
+    return replace(section, partition=how, placement=partition.placed or "spread", memory_limit="").with_search(
+        activation_memory_gib=0.0
     )

@@ -8,26 +8,28 @@ import numpy as np
 
 from mmtrain.config.config import Config
 from mmtrain.modality.metadata import ClipMeta, DocumentMeta, IterationMeta, MicrobatchMeta
-from mmtrain.modality.typical import Bins
+from mmtrain.modality.typical import TypicalSizes
 from mmtrain.planner.assignment.dealing import Dealer
 from mmtrain.planner.assignment.sample_costs import SampleCosts
 from mmtrain.simulator.workloads import draw
 
-Step = tuple[MicrobatchMeta, ...]
+StepMicrobatches = tuple[MicrobatchMeta, ...]
 """The microbatches of one step, which the data-parallel replicas divide in their order."""
 
 
-def drawn_steps(config: Config, workload: str, number: int, *, seed: int = 0, image_side: int = 0) -> list[Step]:
+def drawn_steps(
+    config: Config, workload: str, number: int, *, seed: int = 0, image_side: int = 0
+) -> list[StepMicrobatches]:
     """Steps of a workload: equal ones whatever the degrees of parallelism.
 
-    Args: number: of steps. seed: of the draws. image_side: as of `Bins.of`.
+    Args: number: of steps. seed: of the draws. image_side: as of `TypicalSizes.of`.
     Raises: ConfigError: the workload does not exist, or is for another kind of model; or an image does not fit.
     """
-    bins = replace(Bins.of(config, image_side), num_microbatches=config.training.global_batch_size)
+    bins = replace(TypicalSizes.of(config, image_side), num_microbatches=config.training.global_batch_size)
     return [draw(workload, bins, seed=seed, iteration=index).microbatches for index in range(number)]
 
 
-def packed_step(config: Config, costs: SampleCosts, seed: tuple[int, ...]) -> Step:
+def packed_step(config: Config, costs: SampleCosts, seed: tuple[int, ...]) -> StepMicrobatches:
     """A step of full microbatches of samples, which are drawn with replacement. Args: seed: of the draws."""
     rng = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed)))
     microbatches: list[MicrobatchMeta] = []

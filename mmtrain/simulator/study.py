@@ -19,7 +19,7 @@ from mmtrain.schedule.library.names import check_name
 from mmtrain.schedule.recipe.files import schedule_of
 from mmtrain.schedule.timeline import Timeline
 from mmtrain.simulator.breakdown import Breakdown
-from mmtrain.simulator.steps import Step, divided, drawn_steps
+from mmtrain.simulator.steps import StepMicrobatches, divided, drawn_steps
 from mmtrain.simulator.typical_iterations import usual_workload
 from mmtrain.simulator.whole_iteration import IterationSimulator, SimulatedIteration
 
@@ -28,7 +28,7 @@ PLANNED_LIMIT = "90%"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class SimulationQuestion:
     """The job, schedules and workload to simulate."""
 
     config: Config
@@ -81,7 +81,7 @@ class Question:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class ScheduleForecast:
     """The simulated iterations of one schedule, or the reason why there are none."""
 
     schedule: str
@@ -133,9 +133,9 @@ class Answer:
 class Report:
     """The answers for all schedules of a question; all read the same batches."""
 
-    question: Question
+    question: SimulationQuestion
     machine: Machine
-    answers: tuple[Answer, ...]
+    answers: tuple[ScheduleForecast, ...]
     images: tuple[float, ...]
     """[iteration] -> mean number of images (or clips, or items of several encoders) in a microbatch."""
 
@@ -145,7 +145,9 @@ class Report:
         return (*_notes(self.question, self.machine), *(note for answer in self.answers for note in answer.notes))
 
 
-def simulate_job(question: Question, progress: Callable[[str, int], None] = lambda schedule, done: None) -> Report:
+def simulate_job(
+    question: SimulationQuestion, progress: Callable[[str, int], None] = lambda schedule, done: None
+) -> Report:
     """The simulated iterations of a job under each schedule.
 
     For a schedule without a plan, the answer says why.
@@ -196,9 +198,9 @@ def with_schedule(config: Config, schedule: str, evaluations: int = 1) -> tuple[
     if schedule == PLANNED:
         return _with_search(config, evaluations)
     keeps_limits = schedule_of(schedule, config.parallelism.layout.pp).keeps_memory_limits
-    if planner.activation_memory_gib and not keeps_limits:
-        planner = replace(planner, activation_memory_gib=0.0)
-        notes = (f"{schedule} bounds activations by its own rule; planner.activation_memory_gib is left out",)
+    if planner.search.activation_memory_gib and not keeps_limits:
+        planner = planner.with_search(activation_memory_gib=0.0)
+        notes = (f"{schedule} bounds activations by its own rule; planner.search.activation_memory_gib is left out",)
     if planner.memory_limit and not keeps_limits:
         planner = replace(planner, memory_limit="")
         notes = (f"{schedule} bounds memory by its own rule; planner.memory_limit is left out",)
@@ -210,14 +212,9 @@ def with_schedule(config: Config, schedule: str, evaluations: int = 1) -> tuple[
 
 def _with_search(config: Config, evaluations: int) -> tuple[Config, tuple[str, ...]]:
     """The result of `with_schedule` for plans that the job's planner searches."""
-    if config.planner.placement == "replicated":
-        raise ConfigError(
-            f'simulate: schedule "{PLANNED}" with planner.placement = "replicated": the baseline has the order of a '
-            "named schedule; name one"
-        )
-    planner = replace(config.planner, enable=True, budget_evaluations=evaluations, budget_s=0.0)
+    planner = replace(config.planner, enable=True).with_search(budget_evaluations=evaluations, budget_s=0.0)
     notes = [f"{PLANNED}: the planner tries {evaluations} plans for each iteration (--evaluations)"]
-    if planner.hardware and not planner.memory_limit and not planner.activation_memory_gib:
+    if planner.hardware and not planner.memory_limit and not planner.search.activation_memory_gib:
         planner = replace(planner, memory_limit=PLANNED_LIMIT)
         notes.append(
             f'{PLANNED}: planner.memory_limit = "{PLANNED_LIMIT}", as the job sets none; without a limit a searched '
@@ -237,7 +234,7 @@ class ScheduledJob:
     assigner: StepAssigner | None
     """Divides the samples of a step among replicas and microbatches; None: they stay where they are."""
     notes: tuple[str, ...] = ()
-    """On settings that were changed for the schedule."""
+    """Notes on settings that were changed for the schedule."""
 
     @classmethod
     def of(
@@ -256,7 +253,7 @@ class ScheduledJob:
         assigner = StepAssigner.of(as_simulated, simulator.jobs) if job.assignment.policy != "none" else None
         return cls(config=job, simulator=simulator, assigner=assigner, notes=notes)
 
-    def divided(self, step: Step) -> list[IterationMeta]:
+    def divided(self, step: StepMicrobatches) -> list[IterationMeta]:
         """[replica] -> its part of a step."""
         return divided(step, self.config.parallelism.layout.dp, Dealer.of(self.config, self.simulator.jobs))
 
@@ -277,12 +274,12 @@ class ScheduledJob:
 
 
 def _answer(
-    question: Question,
+    question: SimulationQuestion,
     job: ScheduledJob,
     schedule: str,
     batches: Sequence[Sequence[IterationMeta]],
     progress: Callable[[str, int], None],
-) -> Answer:
+) -> ScheduleForecast:
     steps: list[SimulatedIteration] = []
     first: Timeline | None = None
     for metas in batches:
@@ -290,14 +287,16 @@ def _answer(
             step, timeline = job.simulate(metas, seed=question.seed, step=len(steps))
         except PlanError as error:
             fault = f"iteration {len(steps)}: {error}"
-            return Answer(schedule=schedule, problem=fault, budgets=job.budgets, notes=job.notes)
+            return ScheduleForecast(schedule=schedule, problem=fault, budgets=job.budgets, notes=job.notes)
         first = first or timeline
         steps.append(step)
         progress(schedule, len(steps))
-    return Answer(schedule=schedule, iterations=tuple(steps), first=first, budgets=job.budgets, notes=job.notes)
+    return ScheduleForecast(
+        schedule=schedule, iterations=tuple(steps), first=first, budgets=job.budgets, notes=job.notes
+    )
 
 
-def _notes(question: Question, machine: Machine) -> list[str]:
+def _notes(question: SimulationQuestion, machine: Machine) -> list[str]:
     """Differences between the simulation and the job."""
     config, notes = question.config, []
     dp = config.parallelism.layout.dp
@@ -308,8 +307,8 @@ def _notes(question: Question, machine: Machine) -> list[str]:
         )
     if machine.peak_flops is None:
         notes.append(
-            f"no --cluster and no planner.hardware: links take planner.p2p_latency_s and p2p_bytes_per_s = "
-            f"{config.planner.p2p_bytes_per_s:.3g}; MFU and the device's memory are unknown"
+            f"no --cluster and no planner.hardware: links take planner.device.p2p_latency_s and p2p_bytes_per_s = "
+            f"{config.planner.device.p2p_bytes_per_s:.3g}; MFU and the device's memory are unknown"
         )
     if _limit_is_unknown(config):
         notes.append(

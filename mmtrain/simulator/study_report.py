@@ -10,7 +10,7 @@ from mmtrain.config.topology import JobLayout
 from mmtrain.costs.machine import Machine
 from mmtrain.planner.search_settings import PLANNED
 from mmtrain.simulator.breakdown import label
-from mmtrain.simulator.study import Answer, Report
+from mmtrain.simulator.study import Report, ScheduleForecast
 
 GIB = 2.0**30
 _COLUMNS = ("schedule", "iteration s", "min", "max", "MFU", "bubble", "gather s", "reduce s", "step s", "peak GiB")
@@ -42,7 +42,7 @@ def table(report: Report) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def breakdown_rows(answers: Sequence[Answer]) -> list[tuple[str, ...]]:
+def breakdown_rows(answers: Sequence[ScheduleForecast]) -> list[tuple[str, ...]]:
     """The names of the parts, and a row of percentages for each schedule. Args: answers: without problems."""
     shares = {answer.schedule: answer.breakdown.shares for answer in answers}
     labels = [label(parts) for parts in next(iter(shares.values()))]
@@ -50,7 +50,7 @@ def breakdown_rows(answers: Sequence[Answer]) -> list[tuple[str, ...]]:
     return [("schedule", *labels), *rows]
 
 
-def _spread_rows(answers: Sequence[Answer]) -> list[tuple[str, ...]]:
+def _spread_rows(answers: Sequence[ScheduleForecast]) -> list[tuple[str, ...]]:
     """What is uneven under each schedule, and how many documents of a step are deferred."""
     modules = list(answers[0].iterations[0].spread_s)
     rows = [("schedule", *modules, "replicas", "deferred")]
@@ -76,7 +76,7 @@ def _most_tokens(config: Config) -> str:
     return f" of up to {config.training.seq_len} tokens"
 
 
-def _row(answer: Answer, machine: Machine, shape: JobLayout) -> tuple[str, ...]:
+def _row(answer: ScheduleForecast, machine: Machine, shape: JobLayout) -> tuple[str, ...]:
     times = [step.iteration_s for step in answer.iterations]
     rank, peak = answer.most_loaded
     mfu = "-" if machine.peak_flops is None else f"{100 * answer.mfu(_ranks(shape), machine.peak_flops):.1f} %"
@@ -100,7 +100,7 @@ def _ranks(shape: JobLayout) -> float:
 
 
 def _described(rank: int, shape: JobLayout) -> str:
-    """A pipeline rank in words. Args: rank: as of `Answer.most_loaded`."""
+    """A pipeline rank in words. Args: rank: as of `ScheduleForecast.most_loaded`."""
     place = shape.coordinates(rank * shape.stage_size)
     return f"pp_rank {place.pp}" + ("" if shape.is_even else f" of pipeline {place.pipeline}")
 
@@ -161,7 +161,7 @@ def to_json(report: Report) -> dict[str, Any]:
     }
 
 
-def _answer_json(answer: Answer, machine: Machine, shape: JobLayout) -> dict[str, Any]:
+def _answer_json(answer: ScheduleForecast, machine: Machine, shape: JobLayout) -> dict[str, Any]:
     if answer.problem:
         return {"schedule": answer.schedule, "problem": answer.problem}
     rank, peak = answer.most_loaded

@@ -14,7 +14,7 @@ from mmtrain.costs.cost_model import CostModel, equal_layers
 from mmtrain.errors import PlanError
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.modality.submesh import Submesh
-from mmtrain.modality.typical import Bins
+from mmtrain.modality.typical import TypicalSizes
 from mmtrain.planner.batching import Batching, SubMicrobatch, make_batching
 from mmtrain.planner.job_schedule import job_schedule
 from mmtrain.planner.memory.limit import MemoryRule
@@ -41,8 +41,8 @@ MOST_MICROBATCHES = 32
 MOST_ITERATIONS = 4
 
 SHORT_S = 5.0
-"""If a rank computes for less than this in an iteration, list schedules stand for the plans of the planner's search,
-whose kernels take 10 to 20 s to compile on a machine that never ran them."""
+"""The seconds of compute of a rank in an iteration below which list schedules stand for the plans of the planner's
+search, whose kernels take 10 to 20 s to compile on a machine that never ran them."""
 
 EVALUATIONS = 50
 """Plans that the planner's search tries for a drawn iteration, at most. 300 choose the same cuts of five models."""
@@ -75,7 +75,7 @@ class TypicalIterations:
     batchings: tuple[Batching, ...]
     """The works of each iteration."""
     memory_rule: MemoryRule
-    """Gives the bytes that activations may take on a partition, unless planner.activation_memory_gib does."""
+    """Gives the bytes that activations may take on a partition, unless planner.search.activation_memory_gib does."""
     reordered: tuple[Batching, ...] = ()
     """Each with the microbatches of most image or clip tokens first; empty: only the order as drawn is tried."""
     is_quick: bool = False
@@ -101,14 +101,14 @@ class TypicalIterations:
             is_quick: see the field.
         Raises: ConfigError: the encoder does not read images.
         """
-        all_bins = Bins.typical(config)
+        all_bins = TypicalSizes.typical(config)
         bins = replace(all_bins, num_microbatches=min(all_bins.num_microbatches, most_microbatches))
         submesh = Submesh.of(config)
         number = max(1, min(MOST_ITERATIONS, most_microbatches // bins.num_microbatches))
         name = usual_workload(config)
         metas = [draw(name, bins, seed=0, iteration=i) for i in range(number)]
 
-        reorders = config.planner.reorder and _has_search(config.planner)
+        reorders = config.planner.search.reorder and _has_search(config.planner)
 
         def batching(meta: IterationMeta) -> Batching:
             return make_batching(meta, spec, sub_microbatch_size, submesh.attention_mask)
@@ -171,7 +171,7 @@ class TypicalIterations:
 
     @property
     def _searches(self) -> bool:
-        return self.section.enable and self.section.interleave
+        return self.section.enable and self.section.search.interleave
 
     @property
     def _node_s(self) -> float:
@@ -230,7 +230,7 @@ class TypicalIterations:
         `ZB-AutoSchedule` is close to what a search finds, unless memory is scarce: it then runs microbatches one after
         another, and `interleave` with options chosen is closer.
         """
-        splits = self.section.split_backward and _has_search(self.section)
+        splits = self.section.search.split_backward and _has_search(self.section)
         limited = any(limit is not None for limit in problem.memory_limit_bytes)
         interleave = SearchOptions(strategy="first")  # with options chosen
         methods = ["ZB-AutoSchedule"] * splits + [interleave] * (not splits or limited)
@@ -258,7 +258,7 @@ class TypicalIterations:
 
     @property
     def _options(self) -> SearchOptions:
-        """Those of the job's own search, with fewer evaluations and no clock."""
+        """The options of the job's own search, with fewer evaluations and no clock."""
         options = search_options(self.section, seed=0, threads=1, noise=self.costs.noise)
         evaluations = min(EVALUATIONS, options.budget_evaluations or EVALUATIONS)
         return replace(options, budget_evaluations=evaluations, budget_s=0.0)
@@ -266,7 +266,7 @@ class TypicalIterations:
 
 def _has_search(section: PlannerConfig) -> bool:
     """Whether the planner's search is more than the plan of `interleave`."""
-    return section.strategy != "first"
+    return section.search.strategy != "first"
 
 
 def _falling(meta: IterationMeta) -> IterationMeta:

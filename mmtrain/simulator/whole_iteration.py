@@ -16,7 +16,7 @@ from typing import NamedTuple
 from mmtrain.config.config import Config, each_pipeline
 from mmtrain.config.topology import JobLayout
 from mmtrain.costs.cost_model import CostModel
-from mmtrain.costs.machine import Network
+from mmtrain.costs.machine import RankNetwork
 from mmtrain.errors import ConfigError, PlanError
 from mmtrain.modality.metadata import IterationMeta, without_deferral
 from mmtrain.planner.batching import Batching
@@ -24,7 +24,7 @@ from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.job import Job
 from mmtrain.planner.memory.limit import too_tight
 from mmtrain.planner.memory.options import MemoryChoices
-from mmtrain.planner.memory.rank_state import RankState, Sharding
+from mmtrain.planner.memory.rank_state import RankBytes, Sharding
 from mmtrain.planner.plan import JobMethod, make_plan
 from mmtrain.planner.search_settings import search_seed
 from mmtrain.schedule.action import Kind
@@ -33,11 +33,9 @@ from mmtrain.schedule.plan import Plan, entry_costs
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import makespan_without_transfers_s
 from mmtrain.schedule.timeline import Timeline
-from mmtrain.simulator.breakdown import Breakdown, Part, Parts, computing
+from mmtrain.simulator.breakdown import Breakdown, Parts, TimePart, computing
 from mmtrain.simulator.job import make_job
-from mmtrain.simulator.partition_choice import choose_partition
 from mmtrain.simulator.pipeline_sums import PipelineSums
-from mmtrain.simulator.replicated import held_partition, replicated_choice, rerun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,21 +83,18 @@ class SimulatedPipeline:
     """What the replicas of one pipeline share."""
 
     job: Job
-    states: tuple[RankState, ...]
-    """[pp_rank]"""
+    states: tuple[RankBytes, ...]
+    """The state of each pipeline rank."""
     gather_s: tuple[tuple[float, ...], ...]
     """[pp_rank][i] -> seconds of the UNSHARD of its i-th stage; they run one after the other."""
     reduce_s: tuple[float, ...]
     """[pp_rank] -> seconds of all its REDUCE."""
 
     @classmethod
-    def of(
-        cls, job: Job, index: int, sharding: Sharding, network: Network, *, replicated: bool = False
-    ) -> "SimulatedPipeline":
-        """One of a job's pipelines. Args: replicated: as of `IterationSimulator`."""
+    def of(cls, job: Job, index: int, sharding: Sharding, network: RankNetwork) -> "SimulatedPipeline":
+        """One of a job's pipelines."""
         parts, ranks = job.partition, range(job.partition.num_ranks)
-        held = [held_partition(parts, rank) if replicated else parts for rank in ranks]
-        states = tuple(sharding.rank_state(job.spec, held[rank], rank) for rank in ranks)
+        states = tuple(sharding.rank_state(job.spec, parts, rank) for rank in ranks)
         seconds = [
             [
                 (sharding.gather_s(network, s, rank, index), sharding.reduce_s(network, s, rank, index))
@@ -116,7 +111,7 @@ class SimulatedPipeline:
 
     @cached_property
     def costs_without_exchanges(self) -> CostModel | None:
-        """Those of the job; None: they are not known apart."""
+        """The costs of the job without exchanges; None: they are not known apart."""
         return self.job.costs.without_exchanges()
 
     @property
@@ -164,8 +159,6 @@ class IterationSimulator:
     layout: JobLayout
     pipelines: tuple[SimulatedPipeline, ...]
     sums: PipelineSums
-    replicated: bool = False
-    """Whether every rank of the language model runs all encoders again."""
     searches: bool = False
     """Whether plans are searched as configured in `[planner]`; otherwise they have the order of the job's schedule."""
     peak_flops: float | None = None
@@ -178,24 +171,19 @@ class IterationSimulator:
     def of(
         cls,
         config: Config,
-        network: Network,
+        network: RankNetwork,
         *,
         searches: bool = False,
         peak_flops: float | None = None,
         tells_apart: bool = True,
     ) -> "IterationSimulator":
         """The simulator of a job. Raises: ConfigError: a model that cannot be built, cut or divided."""
-        replicated, sharding = config.planner.placement == "replicated", Sharding.of(config)
-        choose = replicated_choice if replicated else choose_partition
-        jobs = each_pipeline(config, lambda own: make_job(own, choose))
+        sharding = Sharding.of(config)
+        jobs = each_pipeline(config, make_job)
         return cls(
             layout=config.parallelism.layout,
-            pipelines=tuple(
-                SimulatedPipeline.of(job, index, sharding, network, replicated=replicated)
-                for index, job in enumerate(jobs)
-            ),
+            pipelines=tuple(SimulatedPipeline.of(job, index, sharding, network) for index, job in enumerate(jobs)),
             sums=PipelineSums.of([job.partition for job in jobs], jobs[0].spec, sharding, network),
-            replicated=replicated,
             searches=searches,
             peak_flops=peak_flops,
             tells_apart=tells_apart,
@@ -203,7 +191,7 @@ class IterationSimulator:
 
     @property
     def jobs(self) -> tuple[Job, ...]:
-        """[pipeline]"""
+        """The job of each pipeline."""
         return tuple(pipeline.job for pipeline in self.pipelines)
 
     def with_jobs(self, change: Callable[[Job], Job]) -> "IterationSimulator":
@@ -239,11 +227,11 @@ class IterationSimulator:
         optimizer = max(pipeline.optimizer_s for pipeline in self.pipelines)
         iteration_s, ranks = gather + reduced + optimizer, fmean(timeline.num_ranks for timeline in timelines)
         seconds = {key: fmean(run.parts[key] for run in runs) for key in runs[0].parts}
-        seconds[(Part.BUBBLE,) if self.tells_apart else (Part.BUBBLE, Part.TRANSFERS)] = (
+        seconds[(TimePart.BUBBLE,) if self.tells_apart else (TimePart.BUBBLE, TimePart.TRANSFERS)] = (
             ranks * slowest.makespan_s - sum(seconds.values())
         )
-        seconds[Part.REDUCTIONS,] = ranks * (gather + reduced - slowest.makespan_s)
-        seconds[Part.OPTIMIZER,] = ranks * optimizer
+        seconds[TimePart.REDUCTIONS,] = ranks * (gather + reduced - slowest.makespan_s)
+        seconds[TimePart.OPTIMIZER,] = ranks * optimizer
         activations, peaks = self._bytes(of_pipelines)
         iteration = SimulatedIteration(
             iteration_s=iteration_s,
@@ -311,17 +299,17 @@ class IterationSimulator:
         copying_s = sum(entry.copying_s for entry in entries)
         peak = self.peak_flops
         known = {
-            Part.MODEL_FLOPS: None if peak is None else flops / (peak * job.submesh.size),
-            Part.RECOMPUTATION: _compute_s(problem, plan.options) - kept_s + copying_s,
-            Part.EXCHANGES: None if free_s is None else kept_s - free_s + exposed_s,
+            TimePart.MODEL_FLOPS: None if peak is None else flops / (peak * job.submesh.size),
+            TimePart.RECOMPUTATION: _compute_s(problem, plan.options) - kept_s + copying_s,
+            TimePart.EXCHANGES: None if free_s is None else kept_s - free_s + exposed_s,
         }
         parts = computing(sum(timeline.busy_s), known)
         if peak is not None and min(parts.values()) < -1e-9 * kept_s:
             raise ConfigError(
                 f"simulate: layers take less time than their FLOPs at the peak of {peak:.3g} FLOP/s a device; raise "
-                "metrics.peak_flops, or lower planner.flops_per_s"
+                "metrics.peak_flops, or lower planner.device.flops_per_s"
             )
-        parts[Part.TRANSFERS,] = problem.graph.num_ranks * (
+        parts[TimePart.TRANSFERS,] = problem.graph.num_ranks * (
             timeline.makespan_s - makespan_without_transfers_s(problem, plan)
         )
         return parts
@@ -338,8 +326,7 @@ class IterationSimulator:
 
     def _problem(self, job: Job, meta: IterationMeta) -> tuple[Batching, PlanningProblem]:
         """The works of an iteration, and their planning problem."""
-        batching, problem = IterationPlanner(job).problem(meta, searched=self.searches)
-        return batching, rerun(problem) if self.replicated else problem
+        return IterationPlanner(job).problem(meta, searched=self.searches)
 
 
 def _compute_s(problem: PlanningProblem, options: Mapping[tuple[int, int], int]) -> float:

@@ -11,7 +11,7 @@ from mmtrain.costs.cost_model import CostModel, FlopsCosts
 from mmtrain.costs.measured_costs import MeasuredCosts
 from mmtrain.costs.sub_microbatch import Curve, smallest_efficient
 from mmtrain.errors import ConfigError
-from mmtrain.modality.typical import Bins, reference_sizes
+from mmtrain.modality.typical import TypicalSizes, reference_sizes
 from mmtrain.planner.batching import SubMicrobatch
 from mmtrain.simulator.typical_iterations import layer_seconds
 from mmtrain.spec.recomputation import Recomputation
@@ -34,7 +34,7 @@ def sub_microbatch_size(config: Config, spec: ModelSpec, costs: CostModel) -> Su
 
     Source: DIP, arXiv:2504.14145, section 4.
     """
-    if spec.counted is None or not config.planner.sub_microbatch:
+    if spec.counted is None or not config.planner.search.sub_microbatch:
         return 0
     if config.model.reads_pairs:
         captions = config.model.language.sub_microbatch_size
@@ -54,7 +54,7 @@ def _of_counted(config: Config, spec: ModelSpec, costs: CostModel) -> int:
     if isinstance(costs, MeasuredCosts) and costs.profile.curve is not None:
         return smallest_efficient(costs.profile.curve).size
     try:
-        bins = Bins.typical(config)
+        bins = TypicalSizes.typical(config)
     except ConfigError:  # the encoder does not read images
         return 0
     if bins.grid is None:
@@ -65,7 +65,7 @@ def _of_counted(config: Config, spec: ModelSpec, costs: CostModel) -> int:
     return smallest_efficient(curve).size
 
 
-def simulated_curve(spec: ModelSpec, costs: CostModel, recomputation: Recomputation, bins: Bins) -> Curve:
+def simulated_curve(spec: ModelSpec, costs: CostModel, recomputation: Recomputation, bins: TypicalSizes) -> Curve:
     """Seconds of a module's forward and backward as a function of the number of images of a work.
 
     Args: bins: sizes of typical works; they have images.
@@ -80,7 +80,7 @@ def simulated_curve(spec: ModelSpec, costs: CostModel, recomputation: Recomputat
     return Curve(patches=math.prod(bins.grid), seconds=tuple(seconds))
 
 
-def _balanced(spec: ModelSpec, bins: Bins, seq_len: int) -> int:
+def _balanced(spec: ModelSpec, bins: TypicalSizes, seq_len: int) -> int:
     """The largest number of images with no more FLOPs than a full microbatch of the language model; at least 1."""
     assert spec.counted is not None
     size, sizes = bins.work(spec.counted, 1), reference_sizes(spec, seq_len)

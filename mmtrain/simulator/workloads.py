@@ -1,7 +1,7 @@
 """Metadata of iterations, drawn from distributions instead of data. Pure and deterministic.
 
 A workload draws samples (images and text tokens, or video clips with captions), packs them greedily into
-microbatches, and returns an `IterationMeta` like the loader's. docs/workloads.md lists the published and the assumed
+microbatches, and returns an `IterationMeta` like the loader's. docs/simulator.md lists the published and the assumed
 moments of the distributions.
 
 Sources: DIP, arXiv:2504.14145, sections 2.2, 7.1 and 7.2; OBELICS, arXiv:2306.16527; ScienceQA, arXiv:2209.09513.
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from mmtrain.errors import ConfigError, nearest
 from mmtrain.modality.captioned_clips import video_captions
 from mmtrain.modality.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
-from mmtrain.modality.typical import Bins
+from mmtrain.modality.typical import TypicalSizes
 
 Counts = npt.NDArray[np.int64]
 
@@ -28,7 +28,7 @@ _AT_ONCE = 256
 """Samples drawn together; the values do not depend on how many of them are used."""
 
 
-class Samples(NamedTuple):
+class SampleColumns(NamedTuple):
     """Samples of a source, as columns of shape [samples]."""
 
     images: Counts
@@ -39,32 +39,32 @@ class Samples(NamedTuple):
     """Number of leading text tokens without a label; less than `text`."""
 
 
-Source = Callable[[np.random.Generator, int], Samples]
-"""(generator, number of samples) -> samples."""
+SampleSource = Callable[[np.random.Generator, int], SampleColumns]
+"""A function (generator, number of samples) -> samples."""
 
 
 # ---------------------------------------------------------------------------------------------- sources
 
 
-def image_text_pairs(rng: np.random.Generator, count: int) -> Samples:
+def image_text_pairs(rng: np.random.Generator, count: int) -> SampleColumns:
     """Samples of one image and a short caption, as in LAION-2B: 16.4 text tokens for each image on average.
 
     Source: DIP, arXiv:2504.14145, section 2.2.
     """
     text = _log_normal(rng, count, mean=16.4, sigma=0.5)
-    return Samples(np.ones(count, np.int64), text, np.zeros(count, np.int64))
+    return SampleColumns(np.ones(count, np.int64), text, np.zeros(count, np.int64))
 
 
-def interleaved(rng: np.random.Generator, count: int) -> Samples:
+def interleaved(rng: np.random.Generator, count: int) -> SampleColumns:
     """Web documents with images between paragraphs, as in OBELICS: 2.5 images and 815 text tokens on average.
 
     Source: OBELICS, arXiv:2306.16527.
     """
     images = rng.geometric(1 / 2.5, count).astype(np.int64)
-    return Samples(images, _log_normal(rng, count, mean=815, sigma=1.0), np.zeros(count, np.int64))
+    return SampleColumns(images, _log_normal(rng, count, mean=815, sigma=1.0), np.zeros(count, np.int64))
 
 
-def science_qa(rng: np.random.Generator, count: int) -> Samples:
+def science_qa(rng: np.random.Generator, count: int) -> SampleColumns:
     """Questions with answer and explanation, as in ScienceQA: an image in 48.7 % of them, a text context in 48.2 %,
     both in 30.8 %, a lecture in 83.9 % and an explanation in 90.5 %.
 
@@ -77,14 +77,14 @@ def science_qa(rng: np.random.Generator, count: int) -> Samples:
     for is_present, mean in ((contexts, 50), (lecture < 0.839, 165)):
         prompt += np.where(is_present, _log_normal(rng, count, mean=mean, sigma=0.5), 0)
     answer = 2 + np.where(explanation < 0.905, _log_normal(rng, count, mean=60, sigma=0.5), 0)
-    return Samples(images.astype(np.int64), prompt + answer, prompt)
+    return SampleColumns(images.astype(np.int64), prompt + answer, prompt)
 
 
-def mix(rng: np.random.Generator, count: int) -> Samples:
+def mix(rng: np.random.Generator, count: int) -> SampleColumns:
     """Samples of the three sources above, each chosen at random with equal probability."""
     which = rng.integers(3, size=count)
     drawn = [source(rng, count) for source in (image_text_pairs, interleaved, science_qa)]
-    return Samples(*(np.choose(which, columns) for columns in zip(*drawn, strict=True)))
+    return SampleColumns(*(np.choose(which, columns) for columns in zip(*drawn, strict=True)))
 
 
 def _log_normal(rng: np.random.Generator, count: int, *, mean: float, sigma: float) -> Counts:
@@ -96,18 +96,20 @@ def _log_normal(rng: np.random.Generator, count: int, *, mean: float, sigma: flo
 # ------------------------------------------------------------------------------------------ workloads
 
 
-Workload = Callable[[np.random.Generator, Bins, int], Iterator[list[tuple[int, int, int]]]]
-"""(generator, bins, iteration) -> infinite iterator of microbatches, each a list of (images, text, prompt)."""
+Workload = Callable[[np.random.Generator, TypicalSizes, int], Iterator[list[tuple[int, int, int]]]]
+"""A function (generator, bins, iteration) -> endless microbatches, each a list of (images, text, prompt)."""
 
 
-def packed(source: Source) -> Workload:
+def packed(source: SampleSource) -> Workload:
     """The workload that packs the samples of a source in their order.
 
     A sample that does not fit ends the microbatch and starts the next one. Images and text that exceed an empty
     microbatch are cut off the end of a sample.
     """
 
-    def microbatches(rng: np.random.Generator, bins: Bins, iteration: int) -> Iterator[list[tuple[int, int, int]]]:
+    def microbatches(
+        rng: np.random.Generator, bins: TypicalSizes, iteration: int
+    ) -> Iterator[list[tuple[int, int, int]]]:
         microbatch: list[tuple[int, int, int]] = []
         room = bins.seq_len
         while True:
@@ -144,7 +146,7 @@ def image_bounds(iteration: int) -> tuple[int, int]:
     return round(16 * remaining), round(32 * remaining)
 
 
-def rise_and_fall(rng: np.random.Generator, bins: Bins, iteration: int) -> Iterator[list[tuple[int, int, int]]]:
+def rise_and_fall(rng: np.random.Generator, bins: TypicalSizes, iteration: int) -> Iterator[list[tuple[int, int, int]]]:
     """Full microbatches of interleaved documents whose number of images stays within `image_bounds`.
 
     The number has a normal distribution with mean 16 and deviation 9, truncated at the bounds: 22 on average at the
@@ -159,7 +161,7 @@ def rise_and_fall(rng: np.random.Generator, bins: Bins, iteration: int) -> Itera
             yield _interleaved_microbatch(rng, bins, images)
 
 
-def _interleaved_microbatch(rng: np.random.Generator, bins: Bins, images: int) -> list[tuple[int, int, int]]:
+def _interleaved_microbatch(rng: np.random.Generator, bins: TypicalSizes, images: int) -> list[tuple[int, int, int]]:
     """Documents (images, text, prompt) that together fill a microbatch and have `images` images."""
     text = bins.seq_len - images * bins.image_tokens
     samples = interleaved(rng, 1 + max(images, bins.seq_len // 815))
@@ -172,7 +174,7 @@ def _interleaved_microbatch(rng: np.random.Generator, bins: Bins, images: int) -
     return [(n, 1 + extra, 0) for n, extra in zip(owned.tolist(), np.diff(ends, prepend=0).tolist(), strict=True)]
 
 
-def pretraining(rng: np.random.Generator, bins: Bins, iteration: int) -> Iterator[list[tuple[int, int, int]]]:
+def pretraining(rng: np.random.Generator, bins: TypicalSizes, iteration: int) -> Iterator[list[tuple[int, int, int]]]:
     """Full microbatches of text whose every token has a label: web documents in a row, cut where a microbatch ends.
 
     Their lengths are those of `interleaved`, without its images.
@@ -204,7 +206,7 @@ WORKLOADS: dict[str, Workload] = {
 """Name -> workload of vision-language and language models."""
 
 
-def draw(name: str, bins: Bins, *, seed: int, iteration: int, replica: int = 0) -> IterationMeta:
+def draw(name: str, bins: TypicalSizes, *, seed: int, iteration: int, replica: int = 0) -> IterationMeta:
     """The metadata of one iteration of a workload on one model replica; deterministic.
 
     Args: seed, iteration, replica: keys of the random stream, so that each iteration can be drawn by itself.
@@ -239,7 +241,7 @@ def draw(name: str, bins: Bins, *, seed: int, iteration: int, replica: int = 0) 
     return IterationMeta(microbatches=tuple(microbatches))
 
 
-def _drawn_pairs(rng: np.random.Generator, bins: Bins) -> IterationMeta:
+def _drawn_pairs(rng: np.random.Generator, bins: TypicalSizes) -> IterationMeta:
     """Full microbatches of pairs with the captions of `image_text_pairs`."""
     assert bins.grid is not None
     count = bins.num_microbatches * bins.pairs
@@ -261,7 +263,7 @@ def _drawn_pairs(rng: np.random.Generator, bins: Bins) -> IterationMeta:
     )
 
 
-def _document(bins: Bins, sample: int, num_images: int, text: int, prompt: int) -> DocumentMeta:
+def _document(bins: TypicalSizes, sample: int, num_images: int, text: int, prompt: int) -> DocumentMeta:
     """A document with an image, and an item of each further encoder, before each of equal parts of its text."""
     size, items = bins.image_tokens, []
     own = size - sum(tokens for _, _, tokens in bins.with_image)

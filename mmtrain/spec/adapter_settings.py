@@ -60,7 +60,7 @@ def check_settings(where: str, stored: Mapping[str, Any], lora: LoRAConfig, laye
     if not math.isclose(scale, lora.scale, rel_tol=1e-6):
         divisor = "sqrt(model.lora.rank)" if lora.use_rslora else "model.lora.rank"
         raise ConfigError(
-            f"{where} has {_said(stored)}, so its adapters are scaled by {scale:.9g}, but model.lora.alpha / "
+            f"{where} has {_scaling_text(stored)}, so its adapters are scaled by {scale:.9g}, but model.lora.alpha / "
             f"{divisor} = {lora.scale:.9g}; set model.lora.alpha = {float(f'{scale / lora.scale * lora.alpha:.9g}')}"
         )
     if bool(stored.get("use_dora")) != lora.use_dora:
@@ -103,7 +103,7 @@ def _of_layer(where: str, stored: Mapping[str, Any], key: str, patterns_key: str
     return value
 
 
-def _said(stored: Mapping[str, Any]) -> str:
+def _scaling_text(stored: Mapping[str, Any]) -> str:
     keys = ["lora_alpha", *(key for key in ("alpha_pattern", "use_rslora") if stored.get(key))]
     return ", ".join(f"{key} = {shown(stored.get(key))}" for key in keys)
 

@@ -21,7 +21,7 @@ from mmtrain.spec.contrast import contrast_module
 from mmtrain.spec.dit_layers import dit_module
 from mmtrain.spec.layer import LayerSpec, Replaced, WholeBytes
 from mmtrain.spec.linears import (
-    Linear,
+    LinearLayer,
     adapted_linears,
     block_linears,
     linear_width,
@@ -308,7 +308,7 @@ def _encoder_block(shape: VisionShape, kind: str, *, trainable: bool, e: int) ->
     )
 
 
-def _whole_of_block(linears: Sequence[Linear], D: int, e: int) -> WholeBytes:
+def _whole_of_block(linears: Sequence[LinearLayer], D: int, e: int) -> WholeBytes:
     """The undivided bytes of a block: the outputs of its two norms are gathered, and so are the gradients of its two
     residual branches."""
     return WholeBytes(

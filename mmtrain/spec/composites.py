@@ -106,12 +106,12 @@ def check_contrast(section: ContrastConfig) -> None:
 
 
 class Features(NamedTuple):
-    """Which features of an encoder the projector reads, in the words of `EncoderConfig`."""
+    """The features of an encoder that the projector reads, in the words of `EncoderConfig`."""
 
     layer: int
-    """0: the output of the encoder."""
+    """The layer whose output is read. 0: the output of the encoder."""
     select: FeatureSelect
-    """auto: all patches without a class token."""
+    """The selected rows. auto: all patches without a class token."""
 
 
 def selected_features(section: EncoderConfig) -> Features:

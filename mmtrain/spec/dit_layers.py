@@ -44,7 +44,7 @@ def _output_bytes(shape: DitShape, e: int) -> Rates:
 
 
 def _whole_output_bytes(shape: DitShape, e: int) -> Rates:
-    """These bytes without those of latent tokens, whose rows tensor-parallel ranks divide."""
+    """The bytes of `_output_bytes` without those of latent tokens, whose rows tensor-parallel ranks divide."""
     return _output_bytes(shape, e)._replace(row=0.0)
 
 

@@ -14,7 +14,7 @@ _ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 PROCESSOR_FILES = {"image": "preprocessor_config.json", "video": "video_preprocessor_config.json"}
 """Content -> the file of its Hugging Face processor."""
 _MOST_BYTES = 2**28
-"""Of a file of JSON: the largest tokenizers and indexes have a tenth of it."""
+"""The most bytes of a file of JSON: the largest tokenizers and indexes have a tenth of it."""
 _DATA_FILES = (".parquet", ".json", ".jsonl")
 
 

@@ -46,7 +46,7 @@ def check_files(model: ModelConfig, tokenizer: TokenizerConfig) -> None:
 
 
 def _folders(model: ModelConfig) -> Iterator[tuple[str, str]]:
-    """(section, folder or hub id) of all weights that a job reads."""
+    """The folders or hub ids of all weights that a job reads, each with its section."""
     sections: list[tuple[str, EncoderConfig | LanguageConfig | DitConfig | VaeConfig | None]]
     sections = [(section_of(name), encoder) for name, encoder in model.encoders.items()]
     sections += [("model.language", model.language), ("model.dit", model.dit), ("model.vae", model.vae)]
@@ -76,7 +76,7 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def check_steps(path: Path) -> None:
-    """The same of a tokenizer.json alone."""
+    """Checks a tokenizer.json alone, as `check_tokenizer` does."""
     steps = read_json("tokenizer.path", path)
     for kind in ("normalizer", "pre_tokenizer", "decoder"):
         growth = _growth(steps.get(kind))

@@ -17,7 +17,7 @@ class Division:
     tp: int = 1
     """Ranks that divide the layers' columns."""
     whole_rows: bool = False
-    """These ranks each have all rows between layers, and do not divide them."""
+    """Whether these ranks each have all rows between layers, and do not divide them."""
     groups: int = 1
     """Groups of tp ranks that divide the rows."""
     key_groups: int = 1
@@ -95,7 +95,7 @@ class LayerSpec:
     name: str
     """Name of the torch submodule (or of the group of submodules) inside of the modality module."""
     kind: str = FULL
-    """Of a block: as `block_kind` of its module's shape says."""
+    """The kind of a block: as `block_kind` of its module's shape says."""
     num_params: int
     trainable: bool
     matmul_flops: Rates
@@ -119,7 +119,7 @@ class LayerSpec:
     """The count of a `WorkSize` that is the number of rows of that activation; conditioned: rows, then text tokens,
     then `TIME_ROWS` for each clip, in one tensor."""
     output_dtype: Literal["", "float32"] = ""
-    """Of that activation; empty: the dtype of compute."""
+    """The dtype of the activation for the next layer; empty: the dtype of compute."""
     weight_before_products: bool = False
     """A parameter (the input norm) comes before its products: their dX is needed whenever it trains."""
     num_shared_params: int = 0
@@ -140,15 +140,15 @@ class LayerSpec:
     gathered_rows: Rates = ZERO_RATES
     """Activation bytes of each rank in addition, for gathered copies of rows that tensor-parallel ranks divide."""
     gathered_keys: Replaced = Replaced()
-    """If ranks divide the rows of one attention; new: keys and values of all rows."""
+    """What changes if ranks divide the rows of one attention; new: keys and values of all rows."""
     divided_columns: Replaced = Replaced()
-    """If tensor-parallel ranks divide the columns: logits of a part of the vocabulary."""
+    """What changes if tensor-parallel ranks divide the columns: logits of a part of the vocabulary."""
     unread_bytes: Rates = ZERO_RATES
     """Bytes of the result of the last product, which no backward reads, and of which each tensor-parallel rank has all
     rows; part of product_bytes."""
     loss_chunk_tokens: int = 0
-    """Of a head: it keeps no logits, and no more exist at one time than so many positions have; of its backward, I
-    makes the weight gradient, too. 0: it makes all logits at one time, and keeps them."""
+    """The most positions whose logits a head makes at one time; it keeps none, and I makes the weight gradient, too. 0:
+    it makes all logits at one time, and keeps them."""
     temporary_bytes: Rates = ZERO_RATES
     """Bytes that its backward holds on each tensor-parallel rank in addition to what was kept. 0: not counted."""
     adapters: AdapterSpec | None = None

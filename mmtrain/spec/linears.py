@@ -27,7 +27,7 @@ from mmtrain.spec.work_size import Rates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Linear:
+class LinearLayer:
     """One linear layer of a block."""
 
     name: str
@@ -35,9 +35,9 @@ class Linear:
     inputs: int
     outputs: int
     position: int
-    """Its order among the linear layers of a block; those of one position read the same tensor. 0: the block's normed
-    input; 1: the output of attention; 2 and 3: the input and the inner columns of the MLP. Tensor-parallel ranks divide
-    the outputs of those at even positions and the inputs of those at odd positions."""
+    """The order of the layer among the linear layers of a block; those of one position read the same tensor. 0: the
+    block's normed input; 1: the output of attention; 2 and 3: the input and the inner columns of the MLP.
+    Tensor-parallel ranks divide the outputs of those at even positions and the inputs of those at odd positions."""
 
     @property
     def divides_outputs(self) -> bool:
@@ -46,11 +46,11 @@ class Linear:
 
     @property
     def last_name(self) -> str:
-        """Its name in a config."""
+        """The name of the layer in a config."""
         return self.name.rpartition(".")[2]
 
 
-def block_linears(shape: VisionShape | LanguageShape, kind: str = FULL) -> tuple[Linear, ...]:
+def block_linears(shape: VisionShape | LanguageShape, kind: str = FULL) -> tuple[LinearLayer, ...]:
     """The linear layers of one block of a kind, in the order of their use: those that the table of tensor parallelism
     divides, whose columns and rows take turns."""
     D, I = shape.width, shape.mlp_width
@@ -63,13 +63,13 @@ def block_linears(shape: VisionShape | LanguageShape, kind: str = FULL) -> tuple
     # One layer, or three, make query, key and value.
     outputs = ([query, key, key] if len(names[0]) > 1 else [query + 2 * key], [D], [I] * len(names[2]), [D])
     return tuple(
-        Linear(name=name, inputs=inputs, outputs=columns, position=position)
+        LinearLayer(name=name, inputs=inputs, outputs=columns, position=position)
         for position, inputs in enumerate((D, query, D, I))
         for name, columns in zip(names[position], outputs[position], strict=True)
     )
 
 
-def projector_linears(model: ModelConfig, module: str) -> tuple[Linear, ...]:
+def projector_linears(model: ModelConfig, module: str) -> tuple[LinearLayer, ...]:
     """The linear layers of an encoder's projector, in the order of their use, by their names in a chunk; of a merger
     for each tap, too."""
     projection, shape = projection_of(model, module), vision_shape(model, module)
@@ -82,7 +82,7 @@ def projector_linears(model: ModelConfig, module: str) -> tuple[Linear, ...]:
     inner, outputs = projection.width, projection.outputs
     first = [(merged, inner or outputs), (inner, outputs)]
     return tuple(
-        Linear(name=_own_name(name, module), inputs=inputs, outputs=columns, position=position)
+        LinearLayer(name=_own_name(name, module), inputs=inputs, outputs=columns, position=position)
         for name, style in styles.items()
         if style in _LINEAR
         for position in (int(style == "rows_whole"),)
@@ -100,7 +100,7 @@ def _own_name(name: str, module: str) -> str:
     return f"{projector_name(module) if part == 'projector' else module}.{rest}"
 
 
-def linear_width(linears: Sequence[Linear], rank: int = 0, *, dropout: bool = False) -> int:
+def linear_width(linears: Sequence[LinearLayer], rank: int = 0, *, dropout: bool = False) -> int:
     """Number of input and output columns of linear layers; an input that several of them read counts once.
 
     Args: rank: rank of an adapter on each; then the inputs and outputs of the adapter's two matrices count instead.
@@ -109,7 +109,7 @@ def linear_width(linears: Sequence[Linear], rank: int = 0, *, dropout: bool = Fa
     return _input_width(linears, dropout) + sum(linear.outputs + 2 * rank for linear in linears)
 
 
-def whole_width(linears: Sequence[Linear], rank: int = 0, *, dropout: bool = False) -> int:
+def whole_width(linears: Sequence[LinearLayer], rank: int = 0, *, dropout: bool = False) -> int:
     """Number of the columns of `linear_width` that each tensor-parallel rank holds undivided, for all rows.
 
     They are the gathered inputs of layers whose outputs the ranks divide, and the gradients of the others' outputs.
@@ -123,13 +123,13 @@ def whole_width(linears: Sequence[Linear], rank: int = 0, *, dropout: bool = Fal
     return _input_width([linear for linear in linears if linear.divides_outputs], dropout) + output_columns
 
 
-def _input_width(linears: Sequence[Linear], dropout: bool) -> int:
+def _input_width(linears: Sequence[LinearLayer], dropout: bool) -> int:
     if dropout:
         return sum(linear.inputs for linear in linears)
     return sum({linear.position: linear.inputs for linear in linears}.values())
 
 
-def adapted_linears(model: ModelConfig, module: str) -> tuple[Linear, ...]:
+def adapted_linears(model: ModelConfig, module: str) -> tuple[LinearLayer, ...]:
     """The linear layers of each block of a module that get a LoRA adapter; empty unless its trainable = "lora".
 
     Args: module: `vision` or `language`, or the projector of an encoder by its name: these are all its layers.
@@ -145,7 +145,7 @@ def adapted_linears(model: ModelConfig, module: str) -> tuple[Linear, ...]:
     )
 
 
-def adapted_layers(model: ModelConfig, module: str, *, unused: Iterable[int] = ()) -> dict[str, Linear]:
+def adapted_layers(model: ModelConfig, module: str, *, unused: Iterable[int] = ()) -> dict[str, LinearLayer]:
     """Name in a chunk -> each linear layer of a module, and of its projector, that gets an adapter. Errors: see
     `adapted_linears`.
 
@@ -178,8 +178,8 @@ def block_count(model: ModelConfig, module: str) -> int:
 
 def with_adapters(
     layer: LayerSpec,
-    linears: Sequence[Linear],
-    adapted: Sequence[Linear],
+    linears: Sequence[LinearLayer],
+    adapted: Sequence[LinearLayer],
     lora: LoRAConfig,
     *,
     dtype_bytes: int,
@@ -203,8 +203,9 @@ def with_adapters(
     def rates(amount: float) -> Rates:
         return Rates(**{of: copies * amount})
 
-    def kept(linears: Sequence[Linear], *, outputs: bool = True) -> Rates:
-        """Of the rows between A and B, of dropped inputs, and with DoRA of outputs, and of two rows of lengths."""
+    def kept(linears: Sequence[LinearLayer], *, outputs: bool = True) -> Rates:
+        """The bytes kept of the rows between A and B, of dropped inputs, with DoRA of outputs, and of two rows of
+        lengths."""
         columns = sum(x.outputs for x in linears) * (lora.use_dora and outputs)
         width = rank * len(linears) + columns
         if dropout:
@@ -250,7 +251,7 @@ def with_adapters(
     )
 
 
-def _linears_with_adapters(model: ModelConfig) -> dict[str, tuple[Linear, ...]]:
+def _linears_with_adapters(model: ModelConfig) -> dict[str, tuple[LinearLayer, ...]]:
     """Name of a module, or of the projector of an encoder, with adapters -> its linear layers."""
     found = {name: block_linears(vision_shape(model, name)) for name, s in model.encoders.items() if _has_lora(s)}
     if _has_lora(model.language):
@@ -265,7 +266,7 @@ def _has_lora(section: EncoderConfig | LanguageConfig | ProjectorConfig) -> bool
     return section.trainable == "lora"
 
 
-def _check_targets(lora: LoRAConfig, linears_of: dict[str, tuple[Linear, ...]]) -> None:
+def _check_targets(lora: LoRAConfig, linears_of: dict[str, tuple[LinearLayer, ...]]) -> None:
     names = {module: [x.last_name for x in linears] for module, linears in linears_of.items()}
     there_are = "; ".join(f"{_called(module)} have {', '.join(dict.fromkeys(of))}" for module, of in names.items())
     all_names = [name for of in names.values() for name in of]
@@ -287,7 +288,7 @@ def _check_targets(lora: LoRAConfig, linears_of: dict[str, tuple[Linear, ...]]) 
 
 
 def _section(module: str) -> str:
-    """Where the user configures a module, or a projector by its name."""
+    """The section that configures a module, or a projector by its name."""
     if module != "projector" and not module.endswith("_projector"):
         return section_of(module)
     return projector_section("vision" if module == "projector" else module.removesuffix("_projector"))

@@ -12,9 +12,9 @@ from mmtrain.spec.shapes import DitShape, dit_shape, language_shape
 from mmtrain.spec.vae_shapes import VaeShape, vae_shape
 from mmtrain.spec.vision_shapes import vision_shape
 
-Shape = VisionShape | LanguageShape | DitShape | VaeShape
+ModuleShape = VisionShape | LanguageShape | DitShape | VaeShape
 
-_SHAPES: Mapping[str, Callable[[ModelConfig], Shape]] = {
+_SHAPES: Mapping[str, Callable[[ModelConfig], ModuleShape]] = {
     "vae": vae_shape,
     "language": language_shape,
     "dit": dit_shape,
@@ -22,7 +22,7 @@ _SHAPES: Mapping[str, Callable[[ModelConfig], Shape]] = {
 }
 
 
-def shape_of(model: ModelConfig, module: str) -> Shape:
+def shape_of(model: ModelConfig, module: str) -> ModuleShape:
     """The sizes of a module of the model. Raises: ConfigError: its class does not support its config."""
     return vision_shape(model, module) if module in model.encoders else _SHAPES[module](model)
 

@@ -31,7 +31,7 @@ STATIC = {
     "ops": BlockMemory.SELECTIVE,
     "offload": BlockMemory.OFFLOAD,
 }
-"""activation_checkpoint.mode -> the strategy of all blocks."""
+"""The strategy of all blocks for each `activation_checkpoint.mode`."""
 
 
 ELEMENTWISE_SHARE = 0.5

@@ -21,7 +21,7 @@ class VocabularyRows(NamedTuple):
 
     first: int
     last: int
-    """Of the end, which is excluded."""
+    """The end of the rows, which is excluded."""
     total: int
     """Tokens of the vocabulary."""
 
@@ -31,7 +31,7 @@ class ModuleSpec:
     """One modality module: a chain of layers with its own stream of rows."""
 
     name: str
-    """Its name in works and stages."""
+    """The name of the module in works and stages."""
     layers: tuple[LayerSpec, ...]
     consumes: str = ""
     """The content of its works: a key of `modality.catalogue.MODALITIES`."""
@@ -40,14 +40,14 @@ class ModuleSpec:
     merge: int = 1
     """Neighbouring patches along each side of an image that are merged to one token."""
     one_row: bool = False
-    """Its images have one row of patches (audio over time), which are merged only along it; those behind the last token
-    of an image make none."""
+    """Whether images have one row of patches (audio over time), which are merged only along it; those behind the last
+    token of an image make none."""
     pool: int = 1
     """Rows whose mean is one feature, before the last norm."""
     extra_rows: int = 0
     """Rows that the first layer adds to each frame of an image: 1 for a class token."""
     extra_outputs: int = 0
-    """Those of them that become tokens."""
+    """The extra rows that become tokens."""
     pooled: bool = False
     """Whether an image leaves it as one row, by which a pair is found."""
     window: int = 0
@@ -61,7 +61,7 @@ class ModuleSpec:
     frames_per_latent: int = 1
     """Frames after the first one that a VAE encodes to one latent frame."""
     carried: tuple[int, ...] = ()
-    """By layer: activations of the shape of its output that travel with it to the next layer, for a later one
+    """For each layer, the activations of the shape of its output that travel with it to the next layer, for a later one
     (DeepStack); empty: none."""
     microbatches: int = 1
     """Consecutive microbatches whose content one of its works has; 0: all of the replica's."""
@@ -169,8 +169,8 @@ class ModelSpec:
 
     @property
     def ties(self) -> tuple[tuple[tuple[str, int], tuple[str, int]], ...]:
-        """((module, layer) of token embedding, (module, layer) of head) that are one parameter, for each of its parts;
-        none if they are not tied."""
+        """The (module, layer) of the token embedding and that of the head which are one parameter, for each of its
+        parts; none if they are not tied."""
         if not self.tied_embeddings:
             return ()
         layers = [(m.name, index, layer) for m in self.text_modules for index, layer in enumerate(m.layers)]

@@ -85,7 +85,7 @@ class VaeShape:
     factor: tuple[float, ...]
     """[channels]: multiplied with the difference."""
     convolutions: tuple[EncoderConvolution, ...]
-    """In the order in which they run."""
+    """The convolutions in the order in which they run."""
     norm_params: int
     """Parameters of a norm for each channel."""
     attention_width: int
@@ -275,7 +275,7 @@ def _frames(halved: int) -> Rates:
 
 
 def _later_frames(halved: int) -> Rates:
-    """The same without the first frame, which the strided convolution over time leaves out."""
+    """The frames of `_frames` without the first one, which the strided convolution over time leaves out."""
     remaining = 4 / 2**halved
     return Rates(row=remaining / 3, output=-remaining / 3)
 

@@ -24,7 +24,7 @@ class WorkSize:
     window_pairs: int = 0
     """Attended pairs in the blocks whose attention stays inside of windows."""
     cross_pairs: int = 0
-    """(latent token, text token) pairs of cross-attention, summed over clips."""
+    """The (latent token, text token) pairs of cross-attention, summed over clips."""
     texts: int = 0
     """Text tokens in addition to the rows."""
     clips: int = 0

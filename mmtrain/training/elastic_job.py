@@ -1,4 +1,4 @@
-"""A job that loses nodes and goes on, and takes up nodes that join: one rank of it.
+"""A job that loses nodes and goes on, and accepts nodes that join: one rank of it.
 
 Each membership is a generation with process groups of its own. A rank whose step fails hangs up, so that all leave the
 step; all that are left meet in the next generation, agree about the newest state, compose the layout for their number,
@@ -33,7 +33,7 @@ from mmtrain.observe.membership_event import MembershipEvent
 from mmtrain.observe.observer import Observer
 from mmtrain.observe.run_record import RunRecord, log_nothing_left, owned_by_rank_zero
 from mmtrain.observe.step_memory import DeviceMemory
-from mmtrain.parallel.agreement import Agreement, Report, agree, differing_inputs
+from mmtrain.parallel.agreement import Agreement, RankReport, agree, differing_inputs
 from mmtrain.parallel.alike import Subject, check_alike
 from mmtrain.parallel.generation import Generation
 from mmtrain.parallel.job_inputs import node_inputs
@@ -45,7 +45,7 @@ from mmtrain.planner.plan import Search, make_plan
 from mmtrain.planner.search import search as searching
 from mmtrain.simulator.allocation.elastic import TooFewNodes
 from mmtrain.training.elastic_layouts import Chosen, Layouts, staying
-from mmtrain.training.elastic_values import Change, Failures, Told
+from mmtrain.training.elastic_values import Change, Failures, StateReport
 from mmtrain.training.progress import why_ended
 from mmtrain.training.rank_state import RankState, newest_checkpoint
 from mmtrain.training.trainer import prepare_process
@@ -53,7 +53,7 @@ from mmtrain.training.trainer import prepare_process
 logger = logging.getLogger("mmtrain")
 
 _LOOK_S = 1.0
-"""Between two looks for further nodes, before a job has enough to begin."""
+"""The pause between two checks for further nodes, before a job has enough to begin."""
 
 
 class ElasticJob:
@@ -105,7 +105,7 @@ class ElasticJob:
                 membership = self._served(membership)
         except MMTrainError as error:
             if self._generation is not None and not isinstance(error, RankLostError):  # then this node alone ends
-                self._generation.tell(error)
+                self._generation.report_error(error)
             if self._record is not None:
                 self._record.failed(error)
             raise
@@ -135,8 +135,8 @@ class ElasticJob:
         except Exception as error:
             if not is_communication(error) and not isinstance(error, RankLostError):
                 raise
-            if self._generation is not None and (told := self._generation.told()) is not None:
-                raise told from None
+            if self._generation is not None and (reported := self._generation.reported_error()) is not None:
+                raise reported from None
             step, reason = self.state.marks.began, errors.one_line(error, 100)
             logger.info("generation %d ends: step %d cannot be finished: %s", membership.generation, step, reason)
             self._failures.add(membership.names, step, reason)
@@ -150,13 +150,13 @@ class ElasticJob:
     # -------------------------------------------------------------------------------------- a generation
 
     def _serve(self, membership: Membership) -> Membership | None:
-        """Takes up a membership, and trains until the next one; None: this rank's part ends."""
+        """Adopts a membership, and trains until the next one; None: this rank's part ends."""
         self._change.begin("meet")
         group, state = self._met(membership), self.state
         self._change.begin("agree")
         inputs = [(one.name, one.digest) for one in self._subjects if not one.partial]
         own = state.report(self.member.name, self.member.ranks, inputs)
-        reports = [Report.parse(raw) for raw in group.gather(own.to_dict())]
+        reports = [RankReport.parse(raw) for raw in group.gather(own.to_dict())]
         agreed = agree(reports)
         self._check_inputs(group, reports, agreed)
         state.memory = DeviceMemory(
@@ -164,17 +164,17 @@ class ElasticJob:
             process_bytes=max(one.process_bytes for one in reports),
         )
         state.catch_up(group, agreed)
-        told = state.told(group, agreed)
-        state.job = told[0].job if told else group.gather(uuid.uuid4().hex)[0]
-        if state.has_ended(group, told):
+        states = state.state_reports(group, agreed)
+        state.job = states[0].job if states else group.gather(uuid.uuid4().hex)[0]
+        if state.has_ended(group, states):
             self._part(group, None)
             return None
         self._change.begin("compose")
-        chosen = self._layouts.chosen(membership, reports, told[0].depths if told else ())
-        if isinstance(chosen, TooFewNodes) or (chosen.ends and not told):
-            return self._too_few(group, chosen, told)
+        chosen = self._layouts.chosen(membership, reports, states[0].depths if states else ())
+        if isinstance(chosen, TooFewNodes) or (chosen.ends and not states):
+            return self._too_few(group, chosen, states)
         self._change.begin("move")
-        source = state.place(group, chosen, agreed, told)
+        source = state.place(group, chosen, agreed, states)
         stay = staying(membership)
         leaving = [name for name in membership.names if name not in stay]
         if leaving and stay:
@@ -182,7 +182,7 @@ class ElasticJob:
             if self.member.name in leaving:
                 logger.warning("node %s was told to end, and leaves after step %d", self.member.name, state.step)
                 return None
-        before, state.nodes = told[0].nodes if told else state.nodes, tuple(stay or membership.names)
+        before, state.nodes = states[0].nodes if states else state.nodes, tuple(stay or membership.names)
         if not state.placed:
             return self._wait(group, reports, ends=bool(chosen.ends))
         event = self._event(group, chosen, before, agreed.redone)
@@ -205,7 +205,7 @@ class ElasticJob:
         )
         return self._generation
 
-    def _check_inputs(self, group: Generation, reports: Sequence[Report], agreed: Agreement) -> None:
+    def _check_inputs(self, group: Generation, reports: Sequence[RankReport], agreed: Agreement) -> None:
         """Refuses ranks that differ from those with the state; without a state, any that differ from each other.
 
         Raises: ConfigError: this rank differs. RankLostError: others do, without which the job goes on.
@@ -227,10 +227,12 @@ class ElasticJob:
                 f"nodes {', '.join(differing)} differ from the job, which goes on without; start them with its files"
             )
 
-    def _too_few(self, group: Generation, chosen: Chosen | TooFewNodes, told: Sequence[Told]) -> Membership | None:
+    def _too_few(
+        self, group: Generation, chosen: Chosen | TooFewNodes, states: Sequence[StateReport]
+    ) -> Membership | None:
         """Waits for further nodes, if the job has not begun. Raises: TrainingError: it has, or they do not come."""
         reason = chosen.reason if isinstance(chosen, TooFewNodes) else chosen.ends
-        if told:
+        if states:
             raise TrainingError(f"{reason}; {newest_checkpoint(self.config)}")
         if group.rank == 0:
             logger.warning("waits for nodes: %s", reason)
@@ -246,7 +248,13 @@ class ElasticJob:
     # ---------------------------------------------------------------------------------------------- steps
 
     def _train(
-        self, group: Generation, event: MembershipEvent, reports: Sequence[Report], source: Told | None, *, ends: str
+        self,
+        group: Generation,
+        event: MembershipEvent,
+        reports: Sequence[RankReport],
+        source: StateReport | None,
+        *,
+        ends: str,
     ) -> Membership | None:
         """The steps of a generation; the next membership, or None at the end.
 
@@ -283,7 +291,7 @@ class ElasticJob:
         self._part(group, membership)
         return membership
 
-    def _steps(self, group: Generation, reports: Sequence[Report], claim: Claim | None) -> Membership | None:
+    def _steps(self, group: Generation, reports: Sequence[RankReport], claim: Claim | None) -> Membership | None:
         trainer, marks, member = self.state.trainer, self.state.marks, self.member
         marks.training, steps = group.number, trainer.config.training.steps
         end = "saves and ends" if trainer.checkpointer else "ends"
@@ -314,7 +322,7 @@ class ElasticJob:
         trainer.log_end()
         return None
 
-    def _wait(self, group: Generation, reports: Sequence[Report], *, ends: bool) -> Membership | None:
+    def _wait(self, group: Generation, reports: Sequence[RankReport], *, ends: bool) -> Membership | None:
         """A node without a place asks as the others do, to their last step. Args: ends: the others make no step."""
         for step in range(self.state.step + 1, 0 if ends else self.config.training.steps + 1):
             if self._stops.number:
@@ -337,7 +345,7 @@ class ElasticJob:
                 self.member.mark_leaving()
         return self.member.next()
 
-    def _ends_here(self, group: Generation, membership: Membership, reports: Sequence[Report]) -> bool:
+    def _ends_here(self, group: Generation, membership: Membership, reports: Sequence[RankReport]) -> bool:
         """Whether the job ends before a change, since its nodes leave; it is saved then."""
         if membership.names != group.membership.names or len(staying(membership)) == len(membership.names):
             return False

@@ -1,4 +1,4 @@
-"""Which layout the nodes of a generation get, and when a job ends because they are too few. Pure."""
+"""The layout that the nodes of a generation get, and the end of a job that has too few. Pure."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from mmtrain.config.config import Config
 from mmtrain.errors import ConfigError
 from mmtrain.launch.membership import Membership
-from mmtrain.parallel.agreement import Report
+from mmtrain.parallel.agreement import RankReport
 from mmtrain.planner.job import Job
 from mmtrain.simulator.allocation.elastic import ElasticLayouts, TooFewNodes
 from mmtrain.simulator.allocation.positions import NodeLayout
@@ -34,7 +34,9 @@ class Layouts:
     ranks_per_node: int
     _made: dict[object, ElasticLayouts] = field(default_factory=dict)
 
-    def chosen(self, membership: Membership, reports: Sequence[Report], before: Sequence[int]) -> Chosen | TooFewNodes:
+    def chosen(
+        self, membership: Membership, reports: Sequence[RankReport], before: Sequence[int]
+    ) -> Chosen | TooFewNodes:
         """The layout of the nodes that stay; or why there are too few even to save.
 
         Args: reports: [rank] -> what it told. before: depths of the layout before; empty: none.
@@ -64,15 +66,15 @@ class Layouts:
         with suppress(ConfigError):  # the model needs more nodes, or fewer ranks
             layouts.jobs((self.ranks_per_node // self.config.parallelism.layout.stage_size,))
 
-    def too_few(self, membership: Membership, reports: Sequence[Report]) -> str:
+    def too_few(self, membership: Membership, reports: Sequence[RankReport]) -> str:
         """Why the nodes that stay are too few to go on; empty: they are not."""
         if not (names := staying(membership)):
             return ALL_LEAVE
         found = self._of(self.config, reports).layout(len(names))
         return found.reason if isinstance(found, TooFewNodes) else ""
 
-    def _of(self, config: Config, reports: Sequence[Report]) -> ElasticLayouts:
-        """Those for the memory that all ranks have."""
+    def _of(self, config: Config, reports: Sequence[RankReport]) -> ElasticLayouts:
+        """The layouts for the memory that all ranks have."""
         device_bytes = min(one.device_bytes for one in reports)
         process_bytes = max(one.process_bytes for one in reports)
         key = config.elastic, device_bytes, process_bytes

@@ -11,7 +11,7 @@ from mmtrain.observe.metrics import Metrics
 from mmtrain.parallel.agreement import Mark
 
 MOST_FAILURES = 5
-"""Of a step on the same nodes, before a job may end for them."""
+"""The failures of a step on the same nodes after which a job may end."""
 
 
 @dataclass(slots=True)
@@ -19,12 +19,12 @@ class Marks:
     """How far this rank has come."""
 
     state: Mark | None = None
-    """Of the state that it holds."""
+    """The mark of the state that the rank holds."""
     training: int = 0
     """The generation in which it trained last."""
     began: int = 0
     ended: int = 0
-    """See `Report`."""
+    """See `RankReport`."""
     values: dict[str, float] = field(default_factory=dict)
     """Metrics of the newest step."""
 
@@ -59,10 +59,10 @@ class Change:
 
 @dataclass(slots=True)
 class Failures:
-    """When the same nodes failed in the same step."""
+    """The times at which the same nodes failed in the same step."""
 
     timeout_s: float
-    """For which gloo may keep a rank that has hung up: the others meet in vain meanwhile."""
+    """The seconds for which gloo may keep a rank whose connections are closed: the others meet in vain meanwhile."""
     _where: tuple[Sequence[str], int] = ((), 0)
     _times: list[float] = field(default_factory=list)
 
@@ -79,15 +79,15 @@ class Failures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """What a rank with a state tells those without it."""
+class StateReport:
+    """The report of a rank with a state to those without it."""
 
     mark: Mark
     state: TrainState
     depths: tuple[int, ...]
-    """Of the layout before."""
+    """The depths of the layout before."""
     nodes: tuple[str, ...]
-    """That trained in it."""
+    """The nodes that trained in it."""
     job: str
     went_back_to: int
     """See `Checkpointer`."""
@@ -95,11 +95,11 @@ class Told:
     """Metrics of the newest step, which its line may lack."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON holds it."""
-        return {name: getattr(self, name) for name in Told.__slots__} | {"state": self.state.to_dict()}
+        """The value as a table for JSON."""
+        return {name: getattr(self, name) for name in StateReport.__slots__} | {"state": self.state.to_dict()}
 
     @classmethod
-    def parse(cls, raw: Any) -> "Told":
+    def parse(cls, raw: Any) -> "StateReport":
         """The inverse of `to_dict`. Raises: TrainingError: it is none."""
         try:
             if set(raw) != set(cls.__slots__):

@@ -4,7 +4,7 @@ from mmtrain.checkpoint.state import TrainState
 from mmtrain.config.config import Config
 
 MOST_STEPS = 2**31 - 1
-"""In place of a number of steps that is not known."""
+"""The number of steps where it is not known."""
 
 
 def why_ended(config: Config, state: TrainState) -> str:
@@ -13,7 +13,7 @@ def why_ended(config: Config, state: TrainState) -> str:
 
 
 def why_before_its_end(config: Config, state: TrainState) -> str:
-    """The same of a job that ends before its last step."""
+    """Why a job ends before its last step; empty: it does not."""
     return "" if _why_done(config, state) else _why_early(config, state)
 
 

@@ -24,14 +24,14 @@ from mmtrain.observe.log_file import setup_logging
 from mmtrain.observe.observer import Observer
 from mmtrain.observe.run_record import log_nothing_left
 from mmtrain.observe.step_memory import DeviceMemory
-from mmtrain.parallel.agreement import Agreement, Report
+from mmtrain.parallel.agreement import Agreement, RankReport
 from mmtrain.parallel.collectives import on_rank_zero
 from mmtrain.parallel.generation import Generation
 from mmtrain.parallel.mesh import backend_of
 from mmtrain.parallel.torch_private import forget_meshes
 from mmtrain.planner.plan import Search
 from mmtrain.training.elastic_layouts import Chosen
-from mmtrain.training.elastic_values import Marks, Told
+from mmtrain.training.elastic_values import Marks, StateReport
 from mmtrain.training.trainer import Trainer
 
 logger = logging.getLogger("mmtrain")
@@ -42,7 +42,7 @@ class RankState:
     """What one rank holds, and the trainer that trains it."""
 
     config: Config
-    """With elastic.enable."""
+    """The config of a job with elastic.enable."""
     device: torch.device
     search: Search
     observers: tuple[Observer, ...]
@@ -53,36 +53,36 @@ class RankState:
     job: str = ""
     """Name of the job, which all its generations share."""
     nodes: tuple[str, ...] = ()
-    """Those that trained last."""
+    """The nodes that trained last."""
     copied_bytes: int = 0
-    """That ranks sent to each other in the last move."""
+    """The bytes that ranks sent to each other in the last move."""
     memory: DeviceMemory | None = None
     """What the job agreed on."""
     _trainer: Trainer | None = None
     _held: HeldShards = field(default_factory=HeldShards.empty)
     _layers: tuple[tuple[str, int], ...] = ()
-    """(module, layer) of which this rank has a part."""
+    """The layers (module, layer) of which this rank has a part."""
 
     @property
     def trainer(self) -> Trainer:
-        """It is there from the first layout on."""
+        """The trainer of this rank, which exists from the first layout on."""
         assert self._trainer is not None
         return self._trainer
 
     @property
     def step(self) -> int:
-        """The newest one of the job."""
+        """The newest step of the job."""
         return self.trainer.state.step
 
     # ------------------------------------------------------------------------------------------- telling
 
-    def report(self, node: str, ranks: int, inputs: Iterable[tuple[str, str]]) -> Report:
+    def report(self, node: str, ranks: int, inputs: Iterable[tuple[str, str]]) -> RankReport:
         """What this rank tells all others. Args: node: its name; ranks: of the node; inputs: (subject, digest)."""
         memory = self.memory or DeviceMemory.own(self.device, ranks)
         trainer, marks = self._trainer, self.marks
         reached = trainer.reached if trainer else None
         totals = reached.totals if reached else trainer.totals if trainer else None
-        return Report(
+        return RankReport(
             node=node,
             mark=marks.state,
             reached=(marks.training, reached.step) if reached else None,
@@ -114,14 +114,14 @@ class RankState:
             trainer.drop_placement()  # its tensors are held
             forget_meshes()
 
-    def told(self, group: Generation, agreed: Agreement) -> list[Told]:
-        """What the first rank with each state tells those that have another one, or none, the newest first.
+    def state_reports(self, group: Generation, agreed: Agreement) -> list[StateReport]:
+        """The reports of the first rank with each state to those that have another one, or none, the newest first.
         Collective."""
         own = None
         if any(group.rank == holders[0] for _, holders in agreed.marks):
             checkpointer, mark = self.trainer.checkpointer, self.marks.state
             assert mark is not None
-            own = Told(
+            own = StateReport(
                 mark=mark,
                 state=self.trainer.state,
                 depths=self.trainer.config.parallelism.layout.depths,
@@ -130,13 +130,13 @@ class RankState:
                 went_back_to=checkpointer.went_back_to if checkpointer else -1,
                 values=self.marks.values,
             ).to_dict()
-        found = [Told.parse(raw) for raw in group.gather(own) if raw is not None]
+        found = [StateReport.parse(raw) for raw in group.gather(own) if raw is not None]
         return sorted(found, key=lambda one: one.mark, reverse=True)
 
-    def has_ended(self, group: Generation, told: Sequence[Told]) -> bool:
+    def has_ended(self, group: Generation, states: Sequence[StateReport]) -> bool:
         """Whether the job has trained its last step while these nodes came, or were stopped. Collective."""
         steps = self.config.training.steps
-        if told[0].mark[1] >= steps if told else self.config.checkpoint.load_step >= 0:
+        if states[0].mark[1] >= steps if states else self.config.checkpoint.load_step >= 0:
             return False
         stored = stored_steps(self.config)
         if ended := bool(group.gather(bool(stored) and stored[-1] >= steps)[0]):
@@ -145,7 +145,9 @@ class RankState:
 
     # -------------------------------------------------------------------------------------------- moving
 
-    def place(self, group: Generation, chosen: Chosen, agreed: Agreement, told: Sequence[Told]) -> Told | None:
+    def place(
+        self, group: Generation, chosen: Chosen, agreed: Agreement, states: Sequence[StateReport]
+    ) -> StateReport | None:
         """Builds this rank's part of a layout and fills it. Collective over the generation.
 
         Returns: of the state that it has then; None: it is that of a checkpoint, or the initial one.
@@ -161,15 +163,15 @@ class RankState:
         setup_logging(order.index(group.rank) if trains else group.size)
         if trains:
             group.join(backend_of(config.comm, self.device), order)
-            trainer.open_checkpoints(went_back_to=told[0].went_back_to if told else -1, generation=group.number)
+            trainer.open_checkpoints(went_back_to=states[0].went_back_to if states else -1, generation=group.number)
             lent = self._held if group.rank in agreed.holders else HeldShards.empty()
-            trainer.build(self.device, lent.lend() if told else None)
+            trainer.build(self.device, lent.lend() if states else None)
             named = trainer.named()
-        source = self._moved(group, agreed, told, named)
+        source = self._moved(group, agreed, states, named)
         if source is not None:
             trainer.state = source.state
         else:
-            self._load(group, trains=trains, lost=bool(told))
+            self._load(group, trains=trains, lost_state=bool(states))
         group.barrier()  # now nobody needs what is held
         self._held, self.placed = HeldShards.empty(), trains
         self._layers = _layers_of(trainer) if trains else ()
@@ -177,15 +179,16 @@ class RankState:
         marks.state = None if not trains else source.mark if source else (group.number, step)
         marks.began, marks.ended = step, min(marks.ended, step)
         if trains:
-            trainer.take_up()
+            trainer.resume_state()
         gc.collect()
         return source
 
     def _moved(
-        self, group: Generation, agreed: Agreement, told: Sequence[Told], named: NamedTensors | None
-    ) -> Told | None:
-        """Of the newest state that is whole, with which all ranks of the layout are filled; None: there is none."""
-        for one, (mark, holders) in zip(told, agreed.marks, strict=True):
+        self, group: Generation, agreed: Agreement, states: Sequence[StateReport], named: NamedTensors | None
+    ) -> StateReport | None:
+        """The report of the newest state that is whole, with which all ranks of the layout are filled; None: there is
+        none."""
+        for one, (mark, holders) in zip(states, agreed.marks, strict=True):
             held = self._held if group.rank in holders else HeldShards.empty()
             try:
                 self.copied_bytes = move(held, named, group.group).total
@@ -196,13 +199,13 @@ class RankState:
                 self._held, self.marks.state = HeldShards.empty(), None
         return None
 
-    def _load(self, group: Generation, *, trains: bool, lost: bool) -> None:
+    def _load(self, group: Generation, *, trains: bool, lost_state: bool) -> None:
         """Takes the state of the newest checkpoint, or initial weights. Collective over the generation.
 
-        Args: lost: the job has trained, but no rank has the whole state.
+        Args: lost_state: whether the job has trained, and no rank has the whole state.
         """
         trainer = self.trainer
-        if trains and lost:  # what was built waits for it
+        if trains and lost_state:  # what was built waits for it
             logger.warning("no node holds all layers: %s", newest_checkpoint(self.config))
             trainer.placement.close()
             trainer.drop_placement()
@@ -259,6 +262,6 @@ def _folder(config: Config) -> Path:
 
 
 def _layers_of(trainer: Trainer) -> tuple[tuple[str, int], ...]:
-    """(module, layer) of which this rank has a part."""
+    """The layers (module, layer) of which this rank has a part."""
     stages = trainer.job.partition.of_rank(trainer.mesh.pp_rank)
     return tuple((stage.module, layer) for stage in stages for layer in range(*stage.layers))

@@ -21,7 +21,7 @@ from mmtrain.modality.metadata import IterationMeta
 from mmtrain.models.adapter_layers import combined_key
 from mmtrain.models.loss import loss_of
 from mmtrain.observe.by_source import record_sources, source_sums
-from mmtrain.observe.metrics import Metrics, Reduction
+from mmtrain.observe.metrics import MetricReduction, Metrics
 from mmtrain.observe.observer import FinishedStep, Observer, RunningStep
 from mmtrain.observe.out_of_memory import explained
 from mmtrain.observe.run_record import log_start
@@ -35,12 +35,12 @@ from mmtrain.parallel.batch_runner import (
 )
 from mmtrain.parallel.build import LocalModel, check_same_program
 from mmtrain.parallel.collectives import errors_on_all
-from mmtrain.parallel.fill import Local
+from mmtrain.parallel.fill import LocalPart
 from mmtrain.parallel.grads import clip, nonfinite_ranks
 from mmtrain.parallel.mesh import Mesh
 from mmtrain.parallel.optim import lr_factor, set_lr
 from mmtrain.parallel.pipelines import check_same_assignment, sum_over_replicas
-from mmtrain.parallel.placement import Placement
+from mmtrain.parallel.placement import JobPlacement
 from mmtrain.parallel.planning import PendingPlan, Planned
 from mmtrain.parallel.replica_data import Item
 from mmtrain.parallel.runtime import StepOutcome
@@ -67,7 +67,7 @@ class ReachedStep:
     outcome: StepOutcome
     loss_sum: float
     """Of this rank."""
-    reduction: Reduction
+    reduction: MetricReduction
     totals: Tensor | None = None
     """[values] float64."""
 
@@ -90,7 +90,7 @@ class Steps:
         self._search = search
         self._denoising = job_denoising(config)
         self._sources = tuple(source.label for source in config.data.sources)
-        self._placement: Placement | None = None
+        self._placement: JobPlacement | None = None
         self._stops = StopSignals()
         self.metrics = Metrics()
         self.observers: list[Observer] = []
@@ -113,7 +113,7 @@ class Steps:
         return self.jobs[self.config.parallelism.layout.coordinates(rank).pipeline]
 
     @property
-    def placement(self) -> Placement:
+    def placement(self) -> JobPlacement:
         """Where the job is trained now."""
         assert self._placement is not None
         return self._placement
@@ -128,15 +128,15 @@ class Steps:
         """The one of the placement."""
         return self.placement.model
 
-    def build(self, device: torch.device, local: Local | None = None) -> None:
+    def build(self, device: torch.device, local: LocalPart | None = None) -> None:
         """Places the job as its config says, with initial weights. Collective over the job.
 
-        Args: local: what this rank has of its state, as of `Placement.build`.
+        Args: local: what this rank has of its state, as of `JobPlacement.build`.
         """
         log_start(self.config, self.jobs, device, self._cut_s, again=local is not None)
         self._learned = LearnedCosts.of(self.job.partition) if self.config.planner.learn_costs else None
         self._memory = JobMemory.budgeted(self.config, self.jobs, device, self.device_memory)
-        self._placement = Placement.build(self.config, self.jobs, device, self._search, local)
+        self._placement = JobPlacement.build(self.config, self.jobs, device, self._search, local)
         self._runner = BatchRunner(
             training=self.config.training,
             job=self.job,
@@ -328,7 +328,7 @@ class Steps:
         ahead = self.placement.ahead
         assert ahead is not None
         with errors_on_all(self.mesh.replicas_group):
-            return ahead.take(pending, self.config.planner.patience_s)
+            return ahead.take(pending, self.config.planner.search.patience_s)
 
     def _resume_costs(self) -> None:
         """Goes on with the costs that the run of the state had learned, if they are of such a job."""

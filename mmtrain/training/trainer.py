@@ -100,7 +100,7 @@ class Trainer(Steps):
         device = pick_device(self.config.comm)
         group = JobGroup(self.config, device)
         try:
-            with group.joined(self.job.schedule, self._locate), owned_by_rank_zero(self.folder):
+            with group.joined(self.job.schedule, self._position), owned_by_rank_zero(self.folder):
                 if self.config.checkpoint.enable:
                     check_shared(self.folder)
                 self.set_up(device, resumes=True)
@@ -113,7 +113,7 @@ class Trainer(Steps):
                 observer.failed(error)
             raise
         finally:
-            self.tear_down(lost=group.lost)
+            self.tear_down(lost_rank=group.lost_rank)
             group.leave()
 
     def _train(self, group: JobGroup, layouts: Mapping[int, ParallelismConfig]) -> None:
@@ -136,7 +136,7 @@ class Trainer(Steps):
                 self.checkpointer.finish()
             raise
 
-    def _locate(self, function: str) -> str:
+    def _position(self, function: str) -> str:
         """The position of this rank in the job, for a message. Args: function: that it runs."""
         if self._placement is not None and self._placement.runtime.doing:
             return f"at step {self.state.step + 1}, {self._placement.runtime.doing}"
@@ -156,7 +156,7 @@ class Trainer(Steps):
             self.open_checkpoints()
         self.build(device)
         self.load()
-        self.take_up()
+        self.resume_state()
 
     def open_checkpoints(self, *, went_back_to: int = -1, generation: int | None = None) -> None:
         """Reads and writes checkpoints from now on, if the job has any. Collective over the job.
@@ -174,7 +174,7 @@ class Trainer(Steps):
         if self.checkpointer and (saved := self.checkpointer.load(self.named())):
             self.state = saved.resumed(self.state.settings)
 
-    def take_up(self) -> None:
+    def resume_state(self) -> None:
         """Continues from the state: its margins of memory and its position in the data."""
         self._memory.resume(self.state.memory)
         self._resume_costs()
@@ -199,12 +199,12 @@ class Trainer(Steps):
         self.build(device, held.lend())
         move(held, self.named(), dist.group.WORLD)
         set_random_state(random)
-        self.take_up()
+        self.resume_state()
         for observer in self.observers:
             observer.layout_begins(config, self.job, self.mesh, self.state.step)
 
     def adopt(self, config: Config, jobs: Sequence[Job], memory: DeviceMemory, stops: StopSignals) -> None:
-        """Takes up the layout that `build` makes next, of a job whose process groups are not this object's.
+        """Adopts the layout that `build` makes next, of a job whose process groups are not this object's.
 
         Args: jobs: [pipeline] -> its job. memory: that all ranks agreed on. stops: of the process.
         """
@@ -218,13 +218,13 @@ class Trainer(Steps):
         if self._placement is not None:
             self._placement.stop()
 
-    def tear_down(self, *, lost: bool = False) -> None:
-        """Args: lost: a rank does not answer."""
+    def tear_down(self, *, lost_rank: bool = False) -> None:
+        """Args: lost_rank: a rank does not answer."""
         self._stops.release()
         for observer in self.observers:
             observer.close()
         if self._placement is not None:
-            self._placement.stop(lost=lost)
+            self._placement.stop(lost=lost_rank)
 
     # ----------------------------------------------------------------------------------------- loop
 

@@ -19,7 +19,7 @@ from emulation import (
 from mmtrain.config import config as config_module
 from mmtrain.config.topology import JobLayout
 from mmtrain.errors import PlanError
-from mmtrain.modality.typical import Bins
+from mmtrain.modality.typical import TypicalSizes
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.plan import make_plan
@@ -28,7 +28,7 @@ from mmtrain.planner.search.search_options import SearchOptions
 from mmtrain.schedule.action import BRAID, COMPUTE, SENDS, Action, Kind
 from mmtrain.schedule.chain import plain_chain
 from mmtrain.schedule.graph import ModuleStages, Work
-from mmtrain.schedule.library.catalogue import CATALOGUE, Placement, Schedule
+from mmtrain.schedule.library.catalogue import CATALOGUE, ChunkPlacement, Schedule
 from mmtrain.schedule.library.names import EAGER_SCHEDULES
 from mmtrain.schedule.passes.lower import Program, lower
 from mmtrain.schedule.passes.offload import offload
@@ -89,7 +89,7 @@ class Executed:
 
 def two_modules(
     *,
-    placement: Placement = "loop",
+    placement: ChunkPlacement = "loop",
     segments: tuple[int, int] = (2, 1),
     frozen: int = 0,
     options: int = 1,
@@ -195,7 +195,7 @@ def drawn_problem(name: str) -> tuple[IterationPlanner, PlanningProblem]:
     ]
     job = config_module.load(name, overrides)
     planner = IterationPlanner(make_job(job))
-    meta = draw(usual_workload(job), Bins.of(job), seed=3, iteration=0)
+    meta = draw(usual_workload(job), TypicalSizes.of(job), seed=3, iteration=0)
     return planner, planner.problem(meta, searched=True)[1]
 
 

@@ -22,7 +22,7 @@ from mmtrain.config import config
 from mmtrain.config.config import each_pipeline
 from mmtrain.errors import NoHolderError, TrainingError
 from mmtrain.parallel.build import LocalModel, build_local_model
-from mmtrain.parallel.fill import Local, first_rows
+from mmtrain.parallel.fill import LocalPart, first_rows
 from mmtrain.parallel.grads import local_part
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.optim import build_optimizers
@@ -108,7 +108,7 @@ def new_world(folder: Path, name: str, ranks: list[int], rank: int) -> None:
 class Placed:
     """The model and moments of one rank."""
 
-    def __init__(self, job: config.Config, local: Local | None = None) -> None:
+    def __init__(self, job: config.Config, local: LocalPart | None = None) -> None:
         mesh = build_mesh(
             job.parallelism.layout,
             CPU,

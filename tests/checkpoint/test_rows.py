@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from mmtrain.checkpoint.checkpoint import Checkpointer
 from mmtrain.checkpoint.run_folder import load_module, open_run
 from mmtrain.checkpoint.state import TrainState
-from mmtrain.commands.export import export
 from mmtrain.config import config
 from mmtrain.config.config import Config
 from mmtrain.config.sections import CheckpointConfig
 from mmtrain.errors import ConfigError
+from mmtrain.export.folder import export
 from tests.checkpoint.test_move import DIVIDED, FIXED, UNTIED, Placed, new_world
 from tests.jobs import layout, world_size, write_config
 from tests.ranks import run_ranks

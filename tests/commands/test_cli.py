@@ -141,7 +141,7 @@ def test_processes_of_torchrun_say_the_same_once(capsys, monkeypatch, tmp_path):
         report = tmp_path / str(rank) / "error.json"
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
-        assert cli._said("something else" if rank == 2 else "the same", 2) == 2
+        assert cli._print_error("something else" if rank == 2 else "the same", 2) == 2
         failures[rank] = ProcessFailure(local_rank=rank, pid=rank, exitcode=2, error_file=str(report))
     assert capsys.readouterr().err == "error [rank 1]: the same\nerror [rank 2]: something else\n"
     summary = str(ChildFailedError("train.py", dict(sorted(failures.items()))))

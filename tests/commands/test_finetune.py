@@ -17,10 +17,10 @@ import transformers
 from PIL import Image
 
 from mmtrain.checkpoint.run_folder import load_module, open_run
-from mmtrain.commands.answering import Answerer, asked
 from mmtrain.commands.cli import main
 from mmtrain.config import config
 from mmtrain.data.conversations import ReadDocument, make_processor, packed
+from mmtrain.inference.answering import Answerer, asked
 from mmtrain.launch.processes import end_with_parent
 from mmtrain.modality.metadata import MicrobatchMeta
 from mmtrain.models.reference import ReferenceModel

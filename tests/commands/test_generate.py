@@ -14,14 +14,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, SiglipVisionModel,
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from mmtrain.checkpoint.run_folder import open_run
-from mmtrain.commands import answering
-from mmtrain.commands.answering import Answerer, Sampling, asked
 from mmtrain.commands.cli import main
-from mmtrain.commands.export import export
 from mmtrain.config.data import TokenizerConfig
 from mmtrain.config.model import EncoderConfig, ModelConfig, ProjectorConfig
 from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.errors import ConfigError
+from mmtrain.export.folder import export
+from mmtrain.inference import answering
+from mmtrain.inference.answering import Answerer, Sampling, asked
 from mmtrain.models.projector import make_projector
 from tests import sounds
 from tests.data.sound_files import WHISPER, noise, tone, wav

@@ -142,7 +142,9 @@ def test_compare_searches_a_batch_as_its_job_would(job, capsys) -> None:
     words = ["compare", "interleave", "planned", "--config", str(job), *overrides, "--format", "json"]
     named, searched = json.loads(shown(capsys, *words, "--evaluations", "50"))
     assert searched["makespan_s"] <= named["makespan_s"]
-    named, searched = json.loads(shown(capsys, *words, "--evaluations", "50", "--planner.activation_memory_gib=0.003"))
+    named, searched = json.loads(
+        shown(capsys, *words, "--evaluations", "50", "--planner.search.activation_memory_gib=0.003")
+    )
     assert named["refused"] and not searched["refused"]  # with memory options of its own for each work
 
 

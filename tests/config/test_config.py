@@ -114,7 +114,7 @@ def test_dump_reads_back_equal(load, tmp_path):
         ("--model=3", "names no section"),
         ("--model.language=3", "it is a section"),
         ("--checkpoint.keep_latest_k=1", "at least 2"),
-        ("--planner.flops_per_s=0", "must be at least 1"),
+        ("--planner.device.flops_per_s=0", "must be at least 1"),
         ("steps=3", "names no section"),
         ("--training.steps", "not of the form"),
         ("--training.steps.x=1", "is a value, not a section"),
@@ -158,15 +158,17 @@ def test_ways_to_divide_that_cannot_work_are_refused(load, overrides, message):
 
 
 def test_blocks_need_exchanges_and_parameters_that_stay(load):
-    assert not load(BASE).planner.braid
+    assert not load(BASE).planner.search.braid
     with pytest.raises(
-        ConfigError, match=r"planner\.braid = true with parallelism\.tensor_parallel_degree = 1: nothing"
+        ConfigError, match=r"planner\.search\.braid = true with parallelism\.tensor_parallel_degree = 1: nothing"
     ):
-        load(BASE, "--planner.braid=true")
+        load(BASE, "--planner.search.braid=true")
     tp = "--parallelism.tensor_parallel_degree=2"
-    assert load(BASE, tp, "--planner.braid=true").planner.braid
-    with pytest.raises(ConfigError, match=r'planner\.braid = true with .*fsdp_reshard_after_forward = "always"'):
-        load(BASE, tp, "--planner.braid=true", "--parallelism.fsdp_reshard_after_forward=always")
+    assert load(BASE, tp, "--planner.search.braid=true").planner.search.braid
+    with pytest.raises(
+        ConfigError, match=r'planner\.search\.braid = true with .*fsdp_reshard_after_forward = "always"'
+    ):
+        load(BASE, tp, "--planner.search.braid=true", "--parallelism.fsdp_reshard_after_forward=always")
 
 
 def test_keys_of_clips_and_of_images_exclude_each_other(load):
@@ -297,9 +299,9 @@ def test_extends_errors(tmp_path):
         ("training.steps=1" + "0" * 5000, r'training\.steps = "1000+\.\.\.0+"; it must be text of at most 4096'),
         ("training.steps=9223372036854775807", r"training\.steps = 9223372036854775807; it must be at most 2147483647"),
         ("training.steps=1979-05-27", "training.steps = 1979-05-27; a date has no meaning here"),
-        ("planner.flops_per_s=nan", r"planner\.flops_per_s = nan; it must be finite"),
-        ("planner.flops_per_s=1e-299", "it must be at least 1"),
-        ("planner.p2p_latency_s=1e308", r"p2p_latency_s = 1e\+308; it must be at most 3600"),
+        ("planner.device.flops_per_s=nan", r"planner\.device\.flops_per_s = nan; it must be finite"),
+        ("planner.device.flops_per_s=1e-299", "it must be at least 1"),
+        ("planner.device.p2p_latency_s=1e308", r"p2p_latency_s = 1e\+308; it must be at most 3600"),
         ("optimizer.weight_decay=1e20", "it must be at most 1000000"),
         ("comm.timeout_seconds=9223372036854775807", r"comm\.timeout_seconds = \d+; it must be at most 10000000"),
         ("data.num_workers=100000", r"data\.num_workers = 100000; it must be at most 128"),
@@ -542,10 +544,14 @@ def test_a_list_of_feature_layers_is_refused(load):
 def test_forwards_ahead_need_a_schedule_with_a_rule_and_an_encoder(load):
     encoder = '[model.encoder]\nconfig = { model_type = "qwen2_vl_vision" }\n'
     warm = "--parallelism.pipeline_parallel_schedule=ZB-H1"
-    assert load(encoder + BASE, warm, "--planner.eager_forwards=2").planner.eager_forwards == 2
+    assert load(encoder + BASE, warm, "--planner.search.eager_forwards=2").planner.search.eager_forwards == 2
     with pytest.raises(ConfigError, match=r"eager_forwards = 1, but the model has one module"):
-        load(BASE, warm, "--planner.eager_forwards=1")
+        load(BASE, warm, "--planner.search.eager_forwards=1")
     for schedule in ("GPipe", "ZBV", "interleave", "recipe.py"):
         said = rf'eager_forwards = 1 with .*pipeline_parallel_schedule = "{schedule}", which has no number'
         with pytest.raises(ConfigError, match=said):
-            load(encoder + BASE, "--planner.eager_forwards=1", f"--parallelism.pipeline_parallel_schedule={schedule}")
+            load(
+                encoder + BASE,
+                "--planner.search.eager_forwards=1",
+                f"--parallelism.pipeline_parallel_schedule={schedule}",
+            )

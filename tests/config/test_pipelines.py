@@ -59,7 +59,10 @@ def test_equal_pipelines_are_a_grid():
             ["parallelism.pipelines=[2,40]"],
             "model.encoder.num_segments: module 'vision' has 4 layers (cut points), but parallelism.pipelines[1] = 40",
         ),
-        (["parallelism.pipelines=[2,3]", "planner.eager_forwards=1"], "planner.eager_forwards = 1 with parallelism"),
+        (
+            ["parallelism.pipelines=[2,3]", "planner.search.eager_forwards=1"],
+            "planner.search.eager_forwards = 1 with parallelism",
+        ),
     ],
 )
 def test_what_is_refused(words, message):

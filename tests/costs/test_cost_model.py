@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from mmtrain.config.planner import PlannerConfig
+from mmtrain.config.planner import DeviceConfig, PlannerConfig
 from mmtrain.costs.cost_model import FlopsCosts, LayerTimes, equal_layers
 from mmtrain.costs.overheads import NO_OVERHEADS
 from mmtrain.spec.recomputation import Recomputation
@@ -11,7 +11,9 @@ from mmtrain.spec.work_size import Rates, WorkSize
 from tests.planner.specs import layers, vlm
 
 SIZE = WorkSize(rows=100, pairs=0, outputs=0)
-COSTS = FlopsCosts.of(PlannerConfig(flops_per_s=10.0, p2p_latency_s=0.5, p2p_bytes_per_s=8.0), shares=2)
+COSTS = FlopsCosts.of(
+    PlannerConfig(device=DeviceConfig(flops_per_s=10.0, p2p_latency_s=0.5, p2p_bytes_per_s=8.0)), shares=2
+)
 
 
 def test_flops_over_the_rate_of_all_ranks() -> None:

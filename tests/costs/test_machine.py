@@ -13,7 +13,7 @@ def machine(*overrides: str, name: str = "vlm_s.toml") -> Machine:
 
 
 def test_without_a_name_the_machine_is_the_nominal_one() -> None:
-    found = machine("planner.p2p_bytes_per_s=5.0", "planner.p2p_latency_s=0.25")
+    found = machine("planner.device.p2p_bytes_per_s=5.0", "planner.device.p2p_latency_s=0.25")
     assert found.network == NominalNetwork(p2p=P2P(latency_s=0.25, bytes_per_s=5.0))
     assert (found.peak_flops, found.memory_bytes) == (None, None)
 

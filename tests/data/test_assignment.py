@@ -10,7 +10,7 @@ import pytest
 
 from mmtrain.config import config
 from mmtrain.config.config import Config
-from mmtrain.data.loader import Loader, Step
+from mmtrain.data.loader import LoadedStep, Loader
 from mmtrain.errors import DataError
 from mmtrain.planner.assignment.step_assigner import StepAssigner
 from mmtrain.planner.job import Job
@@ -38,7 +38,7 @@ def made_of(seq_len: int) -> Job:
     return make_job(job("unused", seq_len=seq_len))
 
 
-def loaded(job: Config, num: int, **options: Any) -> list[list[Step]]:
+def loaded(job: Config, num: int, **options: Any) -> list[list[LoadedStep]]:
     """[replica][step]"""
     assigner = StepAssigner.of(job, [made_of(job.training.seq_len)])
     degree = job.parallelism.layout.dp
@@ -49,7 +49,7 @@ def loaded(job: Config, num: int, **options: Any) -> list[list[Step]]:
     return replicas
 
 
-def sets(replicas: Sequence[Sequence[Step]]) -> list[list[int]]:
+def sets(replicas: Sequence[Sequence[LoadedStep]]) -> list[list[int]]:
     """[step] -> its samples in ascending order."""
     return [
         sorted(d.sample for _, meta, _ in step for m in meta.microbatches for d in m.documents)

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.data.loader import Loader
-from mmtrain.data.packing import Dropped, EpochOrder, Limit, LoaderState, StepPlan, plan_step
+from mmtrain.data.packing import BinLimit, Dropped, EpochOrder, LoaderState, StepPlan, plan_step
 from mmtrain.errors import DataError
 from tests.data.samples import make_config
 
-LIMITS = (Limit(most=20, unit="tokens", key="training.seq_len = 20 tokens"),)
+LIMITS = (BinLimit(most=20, unit="tokens", key="training.seq_len = 20 tokens"),)
 
 
 def all_steps(order, size, state, epochs, *, bins, num_samples=0) -> list[StepPlan]:

@@ -17,14 +17,14 @@ from transformers import PreTrainedTokenizerFast
 
 from mmtrain.config.config import Config
 from mmtrain.config.data import TokenizerConfig
-from mmtrain.data.loader import IMPORTED, Loader, Step
+from mmtrain.data.loader import IMPORTED, LoadedStep, Loader
 from mmtrain.data.packing import LoaderState
 from mmtrain.errors import ConfigError, DataError
 from mmtrain.models.batch import IGNORE_INDEX, Batch
 from tests.data.samples import QWEN, SIGLIP, make_config, png, text_row, write_jsonl
 
 
-def steps(config: Config, num: int, **options: Any) -> list[Step]:
+def steps(config: Config, num: int, **options: Any) -> list[LoadedStep]:
     with Loader(config, num_steps=num, **options) as loader:
         return list(loader)
 
@@ -36,7 +36,7 @@ def tensors(batch: Batch) -> list[Any]:
     return out
 
 
-def assert_same(left: list[Step], right: list[Step]) -> None:
+def assert_same(left: list[LoadedStep], right: list[LoadedStep]) -> None:
     assert len(left) == len(right)
     for (batch, meta, state), (other_batch, other_meta, other_state) in zip(left, right, strict=True):
         assert meta == other_meta
@@ -47,7 +47,7 @@ def assert_same(left: list[Step], right: list[Step]) -> None:
         assert [m.image_names for m in batch.microbatches] == [m.image_names for m in other_batch.microbatches]
 
 
-def sample_sequence(found: list[Step]) -> list[list[list[int]]]:
+def sample_sequence(found: list[LoadedStep]) -> list[list[list[int]]]:
     return [[[d.sample for d in m.documents] for m in meta.microbatches] for _, meta, _ in found]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from mmtrain.config.config import Config
 from mmtrain.config.data import SourceConfig
-from mmtrain.data.loader import Loader, Step
+from mmtrain.data.loader import LoadedStep, Loader
 from mmtrain.data.packing import LoaderState
 from mmtrain.errors import ConfigError, DataError
 from tests.data.samples import make_config, png
@@ -42,7 +42,7 @@ def mixed_config(mixture: list[SourceConfig], **options: Any) -> Config:
     return make_config("", sources=mixture, **{"global_batch_size": 4, **options})
 
 
-def documents(found: list[Step]) -> list[tuple[str, int]]:
+def documents(found: list[LoadedStep]) -> list[tuple[str, int]]:
     return [(d.source, d.sample) for _, meta, _ in found for m in meta.microbatches for d in m.documents]
 
 

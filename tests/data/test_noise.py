@@ -45,12 +45,12 @@ def test_noise_follows_its_seed_and_labels_the_ends_of_documents():
 
 
 def test_noise_of_clips_is_what_its_metadata_says():
-    from mmtrain.modality.typical import Bins
+    from mmtrain.modality.typical import TypicalSizes
     from mmtrain.simulator.workloads import draw
     from tests.data.videos import make_video_config
 
     config = make_video_config("x", dit={"in_channels": 5}, video_area=64)
-    meta = draw("video_captions", Bins.of(config, image_side=32), seed=0, iteration=0)
+    meta = draw("video_captions", TypicalSizes.of(config, image_side=32), seed=0, iteration=0)
     one, same, other = (noise_batch(config.model, meta, seed) for seed in (1, 1, 2))
     check_batch(one, meta)
     assert one.microbatches == []

@@ -5,12 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.data.packing import (
+    BinLimit,
     Dropped,
     EpochOrder,
-    Limit,
     LoaderState,
     MixedOrder,
-    Order,
+    SampleOrder,
     SourcePosition,
     StepPlan,
     bins_of_replica,
@@ -19,18 +19,18 @@ from mmtrain.data.packing import (
 from mmtrain.errors import DataError
 
 
-def one_step(state: LoaderState, order: Order, length: Callable, bins: int, tokens: int) -> StepPlan:
+def one_step(state: LoaderState, order: SampleOrder, length: Callable, bins: int, tokens: int) -> StepPlan:
     """A step of bins that hold so many tokens. Args: length: tokens of a sample, or what `plan_step` takes instead."""
 
     def size(sample: int) -> tuple[int, ...] | Dropped | None:
         found = length(sample)
         return (found,) if isinstance(found, int) else found
 
-    limit = Limit(most=tokens, unit="tokens", key=f"training.seq_len = {tokens} tokens")
+    limit = BinLimit(most=tokens, unit="tokens", key=f"training.seq_len = {tokens} tokens")
     return plan_step(state, order, size, num_bins=bins, limits=(limit,))
 
 
-def steps(num: int, order: Order, length: Callable, state: LoaderState, bins: int, tokens: int) -> list[StepPlan]:
+def steps(num: int, order: SampleOrder, length: Callable, state: LoaderState, bins: int, tokens: int) -> list[StepPlan]:
     plans = []
     for _ in range(num):
         plans.append(one_step(state, order, length, bins, tokens))
@@ -139,7 +139,7 @@ def test_too_few_samples_are_refused_with_the_numbers() -> None:
 
 
 def test_a_step_that_may_be_short_has_blank_bins() -> None:
-    limits = (Limit(most=100, unit="tokens", key="training.seq_len = 100 tokens"),)
+    limits = (BinLimit(most=100, unit="tokens", key="training.seq_len = 100 tokens"),)
     for sizes, bins, blank in (([60, 60, 30], ((0, 2), (1,), (0,), (0,)), {2, 3}), ([9], ((0,),) * 4, {1, 2, 3})):
         order, size = EpochOrder(len(sizes), shuffle=False), lambda s, sizes=sizes: (sizes[s],)
         plan = plan_step(LoaderState(seed=0), order, size, num_bins=4, limits=limits, may_be_short=True)
@@ -153,7 +153,7 @@ def test_a_step_that_may_be_short_has_blank_bins() -> None:
 
 
 def test_a_bin_is_full_when_any_of_its_limits_is_reached() -> None:
-    limits = (Limit(most=16, unit="frames", key="16 frames"), Limit(most=3, unit="clips", key="3 clips"))
+    limits = (BinLimit(most=16, unit="frames", key="16 frames"), BinLimit(most=3, unit="clips", key="3 clips"))
     frames = [4, 4, 4, 4, 12, 16, 8, 8]
     order = EpochOrder(len(frames), shuffle=False)
     first = plan_step(LoaderState(seed=0), order, lambda s: (frames[s], 1), num_bins=2, limits=limits)
@@ -324,7 +324,7 @@ def test_states_of_one_and_of_several_sources() -> None:
 )
 def test_a_number_of_samples_ends_a_step_and_spreads_it(lengths: list[int], number: int, seed: int) -> None:
     order, state = EpochOrder(len(lengths), shuffle=True), LoaderState(seed=seed)
-    limit = Limit(most=20, unit="tokens", key="training.seq_len = 20 tokens")
+    limit = BinLimit(most=20, unit="tokens", key="training.seq_len = 20 tokens")
     sequence = []
     for _ in range(6):
         step = plan_step(state, order, lambda s: (lengths[s],), num_bins=4, limits=(limit,), num_samples=number)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mmtrain.config.config import Config
-from mmtrain.data.loader import Loader, Step
+from mmtrain.data.loader import LoadedStep, Loader
 from mmtrain.data.packing import LoaderState
 from mmtrain.data.toy.shapes import make_shapes
 from mmtrain.errors import ConfigError, DataError
@@ -27,12 +27,12 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def steps(config: Config, num: int, **options: Any) -> list[Step]:
+def steps(config: Config, num: int, **options: Any) -> list[LoadedStep]:
     with Loader(config, num_steps=num, **options) as loader:
         return list(loader)
 
 
-def assert_same(left: list[Step], right: list[Step]) -> None:
+def assert_same(left: list[LoadedStep], right: list[LoadedStep]) -> None:
     assert len(left) == len(right)
     for (batch, meta, state), (other_batch, other_meta, other_state) in zip(left, right, strict=True):
         assert meta == other_meta
@@ -45,7 +45,7 @@ def assert_same(left: list[Step], right: list[Step]) -> None:
                 assert torch.equal(a, b)
 
 
-def sample_sequence(found: list[Step]) -> list[list[list[int]]]:
+def sample_sequence(found: list[LoadedStep]) -> list[list[list[int]]]:
     return [[[clip.sample for clip in m.clips] for m in meta.microbatches] for _, meta, _ in found]
 
 

@@ -43,7 +43,7 @@ def test_a_stopped_rank_ends_the_job_and_is_named(tmp_path: Path, charts: Path, 
     rng = random.Random(seed)
     degrees = list(LAYOUTS.values())[seed % len(LAYOUTS)]
     words = [*degrees, *rng.choice(list(SAVES.values())), f"planner.enable={rng.choice(['true', 'false'])}"]
-    words += [f"comm.timeout_seconds={TIMEOUT_S}", "planner.patience_s=2", "training.steps=100000"]
+    words += [f"comm.timeout_seconds={TIMEOUT_S}", "planner.search.patience_s=2", "training.steps=100000"]
     words += ["checkpoint.enable=true", "checkpoint.keep_latest_k=2", f"data.num_workers={rng.randrange(2)}"]
     # The first two: while it starts, before and after the processes have torch.
     moment = rng.choice(("mesh: ", "step:    1", "step:    3"))

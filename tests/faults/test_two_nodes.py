@@ -35,7 +35,7 @@ def nodes() -> Iterator[TwoNodes]:
 def words(tmp_path: Path, charts: Path) -> list[str]:
     job = write_config(tmp_path, charts)
     degrees = [f"--{word}" for word in (*layout(pp=2), *SHALLOW)]
-    return ["--config", str(job), *degrees, f"--comm.timeout_seconds={TIMEOUT_S}", "--planner.patience_s=2"]
+    return ["--config", str(job), *degrees, f"--comm.timeout_seconds={TIMEOUT_S}", "--planner.search.patience_s=2"]
 
 
 def started(nodes: TwoNodes, folder: Path, words: list[str], *second: str, torchrun: tuple[str, ...] = ()) -> list[Job]:

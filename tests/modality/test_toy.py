@@ -48,10 +48,10 @@ class Vectors(Modality):
         rates = forward_rates(module)
         return lambda unit: rates(self.size(module, [unit]))
 
-    def owed(self, units: Sequence[Vector]) -> dict[str, int]:
+    def unit_counts(self, units: Sequence[Vector]) -> dict[str, int]:
         return {"vectors": len(units)}
 
-    def paid(self, size: WorkSize) -> dict[str, int]:
+    def work_counts(self, size: WorkSize) -> dict[str, int]:
         return {"vectors": size.outputs}
 
     def layout(

@@ -13,7 +13,6 @@ from transformers import (
 )
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
-from mmtrain.commands import driven_steps
 from mmtrain.config import config
 from mmtrain.config.data import DataConfig
 from mmtrain.config.model import ProjectorConfig
@@ -21,6 +20,7 @@ from mmtrain.config.optimizer import LRSchedulerConfig
 from mmtrain.config.sections import ParallelismConfig, TrainingConfig
 from mmtrain.data.noise import noise_batch
 from mmtrain.errors import ConfigError
+from mmtrain.local import driven_steps
 from mmtrain.modality.probes import mixed_iteration
 from mmtrain.models.batch import IGNORE_INDEX
 from mmtrain.models.multimodal import EncoderModule, MultimodalModule, ParallelSpec

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import Siglip2VisionConfig, Siglip2VisionModel
 
-from mmtrain.commands.export import export
+from mmtrain.export.folder import export
 from mmtrain.families.siglip2.resize import resize_taps
 from mmtrain.models.adapters import block_positions
 from mmtrain.spec.spec import images_work

@@ -9,14 +9,14 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from mmtrain.commands.adapter_folders import ExportForm
-from mmtrain.commands.answering import Answerer
-from mmtrain.commands.export import export
 from mmtrain.config import config
 from mmtrain.config.data import TokenizerConfig
 from mmtrain.config.model import ContrastConfig, EncoderConfig, LanguageConfig, ModelConfig
 from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.errors import ConfigError
+from mmtrain.export.adapter_folders import ExportForm
+from mmtrain.export.folder import export
+from mmtrain.inference.answering import Answerer
 from mmtrain.models.batch import IGNORE_INDEX
 from mmtrain.models.pretrained import load_pretrained
 from mmtrain.models.reference import ReferenceModel
@@ -27,7 +27,7 @@ from mmtrain.spec.job_files import check_files
 from mmtrain.spec.modules import whole_kind, why_not_whole
 from mmtrain.spec.shapes import language_shape
 from mmtrain.spec.vision_shapes import vision_shape
-from tests.commands.test_export import adapted
+from tests.export.test_folder import adapted
 from tests.lora import with_lora
 from tests.models.towers import CAPTIONS, IMAGES, WHOLE, inputs_of, make_pairs, two_towers, whole_name
 from tests.stored_runs import chunks_of, save_checkpoint, save_run

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mmtrain.config import config
-from mmtrain.modality.typical import Bins
+from mmtrain.modality.typical import TypicalSizes
 from mmtrain.observe.out_of_memory import (
     OutOfMemoryContext,
     advice,
@@ -52,7 +52,7 @@ def context(folder: Path, *overrides: str, measured: float | None = 1.0 * GIB) -
     """The first step of the debug job, on its second rank."""
     job = config.load("debug_vlm.toml", [f"job.dump_folder={folder}", *overrides])
     planner = IterationPlanner(make_job(job))
-    meta = draw("mix", Bins.of(job, 112), seed=0, iteration=0)
+    meta = draw("mix", TypicalSizes.of(job, 112), seed=0, iteration=0)
     return OutOfMemoryContext(
         config=job,
         step=7,
@@ -80,8 +80,8 @@ def test_the_first_advice_follows_from_what_went_wrong(tmp_path):
 
 
 def test_advice_names_only_what_the_job_has_not_done(tmp_path):
-    assert "or add offload to planner.memory_strategies" in advice(context(tmp_path), None)
-    every = context(tmp_path, 'planner.memory_strategies=["keep", "selective", "recompute", "offload"]')
+    assert "or add offload to planner.search.memory_strategies" in advice(context(tmp_path), None)
+    every = context(tmp_path, 'planner.search.memory_strategies=["keep", "selective", "recompute", "offload"]')
     assert "memory_strategies" not in advice(every, None)
     off = advice(context(tmp_path, "planner.enable=false"), None)
     assert 'or let blocks be recomputed: planner.enable = true, or activation_checkpoint.mode = "full"' in off

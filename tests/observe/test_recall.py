@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from mmtrain.observe import recall
-from mmtrain.observe.recall import Pairs, contents, recalls
+from mmtrain.observe.recall import HeldOutPairs, contents, recalls
 from tests.models.towers import make_pairs, two_towers
 
 
 def of_one(x, images, captions):
-    return Pairs(replica=0, embeddings=[x], contents=[torch.tensor([images, captions])])
+    return HeldOutPairs(replica=0, embeddings=[x], contents=[torch.tensor([images, captions])])
 
 
 def by_hand(queries, candidates, of_query, of_candidate, first):
@@ -51,10 +51,10 @@ def test_parts_of_ranks_are_joined_by_replica():
     x, numbers = noisy_pairs(20), torch.arange(20).expand(2, 20)
     whole = recalls([of_one(x, list(range(20)), list(range(20)))])
     parts = [
-        Pairs(replica=1, embeddings=[x[:, 9:]], contents=[]),
-        Pairs(replica=0, embeddings=[], contents=[numbers[:, :9]]),
-        Pairs(replica=1, embeddings=[], contents=[numbers[:, 9:12], numbers[:, 12:]]),
-        Pairs(replica=0, embeddings=[x[:, :7], x[:, 7:9]], contents=[]),
+        HeldOutPairs(replica=1, embeddings=[x[:, 9:]], contents=[]),
+        HeldOutPairs(replica=0, embeddings=[], contents=[numbers[:, :9]]),
+        HeldOutPairs(replica=1, embeddings=[], contents=[numbers[:, 9:12], numbers[:, 12:]]),
+        HeldOutPairs(replica=0, embeddings=[x[:, :7], x[:, 7:9]], contents=[]),
     ]
     assert recalls(parts) == whole
     assert 0 < whole["captions@1"][0] < whole["captions@5"][0] < 20
@@ -77,7 +77,7 @@ def test_towers_that_give_one_embedding_find_nothing():
 
 
 def test_without_pairs_nothing_is_found():
-    assert recalls([Pairs(replica=0, embeddings=[], contents=[])]) == {}
+    assert recalls([HeldOutPairs(replica=0, embeddings=[], contents=[])]) == {}
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip"])

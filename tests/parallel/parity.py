@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from mmtrain.errors import PlanError
 from mmtrain.modality.submesh import Submesh, language_mask
 from mmtrain.modality.typical import reference_sizes
 from mmtrain.models.batch import labelled_tokens
+from mmtrain.parallel import compile as compiling
 from mmtrain.parallel.build import build_local_model, check_same_program
 from mmtrain.parallel.feed import StepFeed
 from mmtrain.parallel.feed_ahead import FeedAhead, forwards_of
@@ -30,6 +32,7 @@ from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.replica_data import ReplicaData
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.parallel.tensor import finish_gradients
+from mmtrain.parallel.torch_private import compiled_for_any_size
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.job import Job
 from mmtrain.planner.memory.options import MemoryChoices
@@ -37,7 +40,7 @@ from mmtrain.planner.partition.partition import partition
 from mmtrain.planner.search.search import search
 from mmtrain.planner.search.search_options import SearchOptions
 from mmtrain.schedule.action import BRAID, Braid, Kind
-from mmtrain.schedule.library.catalogue import CATALOGUE, Placement, Schedule
+from mmtrain.schedule.library.catalogue import CATALOGUE, ChunkPlacement, Schedule
 from mmtrain.schedule.passes.lower import lower
 from mmtrain.schedule.passes.split import split_backwards
 from mmtrain.schedule.plan import Plan
@@ -81,7 +84,7 @@ class Case:
     runs: tuple[tuple, ...] = (("interleave", 1),)
     """(schedule, images in a vision work) of each step; the schedule `searched` is a short search. With a third entry,
     backwards are split, and W comes that many actions after I; with a fourth, every so many backwards only."""
-    placement: Placement = "loop"
+    placement: ChunkPlacement = "loop"
     partition: str = ""
     """How the config says that modules are cut; empty: by DIP's rule where the model leaves it open."""
     placed: str = ""
@@ -95,6 +98,8 @@ class Case:
     regathered: frozenset[str] = frozenset()
     training: TrainingConfig = TRAINING
     recompute: ActivationCheckpointConfig = KEEP_ALL
+    compiled: str = ""
+    """The backend that compiles blocks, which then keep no operations; empty: none."""
     memories: int = 0
     """Draws of what blocks do with their activations, work by work, that are compared with keeping all."""
     braids: int = 0
@@ -239,9 +244,12 @@ def cut(case, shape):
 
 def run_case(mesh, case, submesh, parts):
     model, spec = case.model, case.spec(parts.num_ranks, mesh.layout.tp)
-    local = build_local_model(
-        model, spec, parts, mesh, case.training, seed=5, regathered=case.regathered, recompute=case.recompute
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiling, "compiled_for_any_size", partial(compiled_for_any_size, backend=case.compiled))
+        local = build_local_model(
+            model, spec, parts, mesh, case.training, seed=5, regathered=case.regathered, recompute=case.recompute,
+            compiled=bool(case.compiled),
+        )  # fmt: skip
     for chunk in local.chunks if case.prepare else ():
         case.prepare(chunk)
     runtime = PipelineScheduleRuntime(local.stages, reduced=local.sums.stage_reduced)
@@ -261,9 +269,12 @@ def run_case(mesh, case, submesh, parts):
         if delay:
             wrong = [n for n, g in whole[schedule, size].items() if not torch.equal(g, gradients[n])]
             found[run] = dataclasses.replace(found[run], unequal=tuple(wrong))
+        options = [how for how in BlockMemory if not (case.compiled and how is BlockMemory.SELECTIVE)]
         for draw in range(case.memories):
             seed = 100 * mesh.dp_rank + draw  # replicas have plans of their own
-            drawn = run_step(mesh, parts, planner, model, local, runtime, batches, *delay, memories=seed)
+            drawn = run_step(
+                mesh, parts, planner, model, local, runtime, batches, *delay, memories=seed, options=options
+            )
             wrong = [n for n, g in take_gradients(local).items() if not torch.equal(g, gradients[n])]
             wrong += ["the loss"] if drawn != loss else []
             wrong += [f"held bytes of stage {s.stage_index}" for s in local.stages if s.memory.offloader.held_bytes()]
@@ -309,10 +320,11 @@ def take_gradients(local):
 
 
 def run_step(
-    mesh, parts, planner, model, local, runtime, batches, delay=None, every=1, memories=None, braids=None, limit=None
-):
+    mesh, parts, planner, model, local, runtime, batches, delay=None, every=1, memories=None, braids=None, limit=None,
+    options=tuple(BlockMemory),
+):  # fmt: skip
     outcome = run_program(
-        mesh, parts, planner, model, runtime, batches[mesh.dp_rank], delay, every, memories, braids, limit,
+        mesh, parts, planner, model, runtime, batches[mesh.dp_rank], delay, every, memories, braids, limit, options,
         num_targets=(num_targets := values_of(model) * sum(m.num_targets for _, m in batches)),
     )  # fmt: skip
     fill_missing_grads(local.parameters)
@@ -331,7 +343,7 @@ def values_of(model):
 
 def run_program(
     mesh, parts, planner, model, runtime, batch_of_replica, delay=None, every=1, memories=None, braids=None, limit=None,
-    *, num_targets=1, uploads=None,
+    options=tuple(BlockMemory), *, num_targets=1, uploads=None,
 ):  # fmt: skip
     """The outcome of the actions of a step. Args: uploads: how inputs get to the device, ahead."""
     batch, meta = batch_of_replica
@@ -341,7 +353,8 @@ def run_program(
     plan = planner.plan(meta) if limit is None else limited_plan(planner, meta, limit)
     program = plan.program if delay is None and braids is None else changed_program(planner, plan, delay, every, braids)
     if memories is not None:
-        program = dataclasses.replace(program, memory=draw_memories(parts, planner.job.spec, program.graph, memories))
+        drawn = draw_memories(parts, planner.job.spec, program.graph, memories, options)
+        program = dataclasses.replace(program, memory=drawn)
     check_same_program(program.hash, mesh)
     layout = plan.layout.with_labelled(labelled_tokens(item.labels))
     inputs = StepInputs(
@@ -410,7 +423,7 @@ def draw_braids(plan, seed):
     return plan
 
 
-def draw_memories(parts, spec, graph, seed):
+def draw_memories(parts, spec, graph, seed, options):
     """(stage, work) -> text of what its blocks do, of about three in four with a backward."""
     rng = random.Random(seed)
     found = {}
@@ -418,7 +431,7 @@ def draw_memories(parts, spec, graph, seed):
         layers = parts.stages[stage].layers
         num_blocks = sum(layer.is_block for layer in spec.module(parts.stages[stage].module).layers[slice(*layers)])
         if graph.has_backward(stage, work) and rng.random() < 0.75:
-            found[stage, work] = str(StageMemory(tuple(rng.choices(list(BlockMemory), k=num_blocks))))
+            found[stage, work] = str(StageMemory(tuple(rng.choices(options, k=num_blocks))))
     return found
 
 

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mmtrain.config.planner import PlannerConfig
+from mmtrain.config.planner import PlannerConfig, SearchConfig
 from mmtrain.config.sections import ActivationCheckpointConfig
 from mmtrain.costs.cost_model import FlopsCosts
 from mmtrain.errors import ConfigError, PlanError
@@ -433,7 +433,7 @@ def test_the_preset_has_the_operations_of_this_torch():
 def planner(mode, memory_gib=0.0):
     model = model_config()
     spec = model_spec(model)
-    section = PlannerConfig(activation_memory_gib=memory_gib)
+    section = PlannerConfig(search=SearchConfig(activation_memory_gib=memory_gib))
     return model, IterationPlanner(Job(
         spec=spec, partition=partition(spec, 2, {"vision": 1, "language": 1}, reference_sizes(spec, 64)),
         section=section, costs=FlopsCosts.of(section), schedule=CATALOGUE["interleave"], sub_microbatch_size=2,

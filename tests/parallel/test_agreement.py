@@ -5,16 +5,16 @@ import json
 import pytest
 
 from mmtrain.errors import TrainingError
-from mmtrain.parallel.agreement import Mark, Report, agree, differing_inputs
+from mmtrain.parallel.agreement import Mark, RankReport, agree, differing_inputs
 
 
 def report(
     mark: Mark | None, reached: Mark | None = None, totals: bool = True, began: int = 0, **other: object
-) -> Report:
-    return Report(node="n", mark=mark, reached=reached, has_totals=totals, began=began, **other)  # type: ignore[arg-type]
+) -> RankReport:
+    return RankReport(node="n", mark=mark, reached=reached, has_totals=totals, began=began, **other)  # type: ignore[arg-type]
 
 
-def found(*reports: Report) -> tuple[int | None, tuple[int, ...], tuple[tuple[Mark, tuple[int, ...]], ...], int]:
+def found(*reports: RankReport) -> tuple[int | None, tuple[int, ...], tuple[tuple[Mark, tuple[int, ...]], ...], int]:
     agreed = agree(reports)
     return agreed.source, agreed.appliers, agreed.marks, agreed.redone
 
@@ -52,15 +52,19 @@ def test_totals_of_an_older_step_complete_nothing() -> None:
 
 def test_a_newcomer_that_differs_from_those_with_the_state_is_named() -> None:
     same, other = (("data", "a"), ("config", "b")), (("data", "x"), ("config", "b"))
-    reports = [report((1, 1), inputs=same), Report(node="new", inputs=other), Report(node="fine", inputs=same[:1])]
+    reports = [
+        report((1, 1), inputs=same),
+        RankReport(node="new", inputs=other),
+        RankReport(node="fine", inputs=same[:1]),
+    ]
     assert differing_inputs(reports, [0]) == {"new": "data"}
     assert differing_inputs(reports, [0, 1]) == {"fine": "data"}, "those with the state are never refused"
 
 
 def test_a_report_passes_json_and_nothing_else_does() -> None:
     one = report((1, 2), (1, 3), began=3, layers=(("vision", 0),), inputs=(("data", "a"),), device_bytes=1.5)
-    assert Report.parse(json.loads(json.dumps(one.to_dict()))) == one
+    assert RankReport.parse(json.loads(json.dumps(one.to_dict()))) == one
     raw = one.to_dict()
     for broken in ({**raw, "more": 1}, {**raw, "mark": [1]}, {**raw, "began": "x"}, None, [], {**raw, "layers": 3}):
         with pytest.raises(TrainingError, match="another version of mmtrain"):
-            Report.parse(broken)
+            RankReport.parse(broken)

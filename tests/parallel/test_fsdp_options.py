@@ -31,7 +31,7 @@ def degrees(layout):
 
 def differences(rank, path, layout, variants):
     """For each variant: (loss, norm, largest difference of a gradient from the first variant's), on one rank."""
-    from mmtrain.commands import driven_steps
+    from mmtrain.local import driven_steps
     from mmtrain.training.trainer import Trainer
 
     found, first = [], None
@@ -89,7 +89,7 @@ def test_gradients_are_bitwise_equal_in_every_mode(tmp_path, charts, layout, var
 
 def states(rank, path):
     """Where parameters are between two uses: (gathered units after a forward, actions of the program)."""
-    from mmtrain.commands import driven_steps
+    from mmtrain.local import driven_steps
     from mmtrain.parallel.torch_private import fsdp_modules
     from mmtrain.training.trainer import Trainer
 
@@ -163,7 +163,7 @@ def test_offload_alone_is_a_reason_for_fsdp(tmp_path, charts):
 def test_offloaded_parameters_gradients_and_moments_are_in_host_memory(tmp_path, charts):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    from mmtrain.commands import driven_steps
+    from mmtrain.local import driven_steps
     from mmtrain.parallel.meeting import meet
     from mmtrain.parallel.mesh import init_process_group
     from mmtrain.training.trainer import Trainer

@@ -147,7 +147,13 @@ def test_a_key_of_the_config_is_a_difference(job, override, key):
 
 @pytest.mark.parametrize(
     "override",
-    ["job.dump_folder=there", "job.description=mine", "data.num_workers=3", "planner.threads=2", "metrics.log_freq=5"],
+    [
+        "job.dump_folder=there",
+        "job.description=mine",
+        "data.num_workers=3",
+        "planner.search.threads=2",
+        "metrics.log_freq=5",
+    ],
 )
 def test_what_nodes_may_have_for_themselves(job, override):
     assert differing(of(job), of(job, override)) == {}

@@ -139,7 +139,7 @@ def test_the_error_of_one_pass_ends_the_other_and_is_raised(failing, at):
 
 
 def test_a_backward_takes_turns_with_a_forward():
-    """Autograd's own thread included: its nodes give way in the middle of a backward."""
+    """Autograd's own thread included: its nodes yield in the middle of a backward."""
     log: list[str] = []
 
     class Unit(torch.autograd.Function):

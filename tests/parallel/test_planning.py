@@ -13,7 +13,7 @@ from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from mmtrain.config.config import uses_fsdp
-from mmtrain.config.planner import PlannerConfig
+from mmtrain.config.planner import PlannerConfig, SearchConfig
 from mmtrain.config.topology import JobLayout
 from mmtrain.costs.cost_model import FlopsCosts
 from mmtrain.errors import DataError, PlanError
@@ -41,7 +41,7 @@ from tests.reference import TRAINING, make_batch, model_config, reference_gradie
 from tests.searches import FAULTS, Claimed, Faulty, random_plan, random_search
 
 SEED = 11
-SECTION = PlannerConfig(enable=True, budget_evaluations=20, threads=1)
+SECTION = PlannerConfig(enable=True, search=SearchConfig(budget_evaluations=20, threads=1))
 CPU = torch.device("cpu")
 
 
@@ -145,7 +145,7 @@ def run_over_the_limit(rank):
     found = []
     gib = 0.0
     for _ in range(2):
-        planner = make_planner(mesh.layout, dataclasses.replace(SECTION, activation_memory_gib=gib))
+        planner = make_planner(mesh.layout, SECTION.with_search(activation_memory_gib=gib))
         ahead = PlanAhead(planner, mesh, seed=SEED, search=all_forwards_first)
         planned = ahead.take(ahead.submit(1, meta))
         ahead.close()
@@ -168,7 +168,7 @@ def run_errors(rank):
     good = metas(1)[0]
     empty = IterationMeta(microbatches=(MicrobatchMeta(documents=()),))
     found = []
-    tight = dataclasses.replace(SECTION, activation_memory_gib=1e-9)
+    tight = SECTION.with_search(activation_memory_gib=1e-9)
     for section, meta, error in ((SECTION, empty, DataError), (tight, good, PlanError)):
         ahead = PlanAhead(make_planner(mesh.layout, section), mesh, seed=SEED, search=random_search)
         with pytest.raises(error) as caught:
@@ -233,7 +233,7 @@ class Noted:
 
 def run_distributed(rank, broken):
     mesh = build_mesh(JobLayout.grid(pp=4), CPU)
-    section = dataclasses.replace(SECTION, distributed=True, budget_evaluations=10)
+    section = SECTION.with_search(distributed=True, budget_evaluations=10)
     planner, batches = make_planner(mesh.layout, section), metas(3)
     noted = Noted(search_seed(SEED, 2, broken))
     ahead = PlanAhead(planner, mesh, seed=SEED, search=noted)
@@ -291,7 +291,7 @@ def run_threads(rank):
     mesh = build_mesh(JobLayout.grid(pp=2), CPU)
     found = []
     for threads in (1, 3):
-        section = dataclasses.replace(SECTION, threads=threads)
+        section = SECTION.with_search(threads=threads)
         ahead = PlanAhead(make_planner(mesh.layout, section), mesh, seed=SEED, search=search)
         found.append([ahead.take(ahead.submit(step, meta)).plan.program.hash for step, meta in enumerate(metas(4), 1)])
         ahead.close()

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmtrain.commands.profiler import profile_job
 from mmtrain.config.sections import CommConfig
 from mmtrain.data.noise import noise_batch
 from mmtrain.errors import ConfigError
-from mmtrain.modality.typical import Bins
+from mmtrain.local.profiler import profile_job
+from mmtrain.modality.typical import TypicalSizes
 from mmtrain.parallel.mesh import backend_of, pick_device
 from mmtrain.simulator.workloads import draw
 from tests.jobs import layout, video_config
@@ -38,12 +38,12 @@ def test_nccl_carries_what_is_not_shared() -> None:
 
 def losses(rank: int, folder: Path, share: bool) -> tuple[bool, list[float]]:
     """Of two steps on noise."""
-    from mmtrain.commands.driven_steps import timed_steps
+    from mmtrain.local.driven_steps import timed_steps
     from mmtrain.training.trainer import Trainer
 
     options = [*layout(pp=2), f"comm.share_device={str(share).lower()}"]
     job = video_config(folder / str(rank), *(f"--{option}" for option in options))
-    meta = draw("video_captions", Bins.typical(job), seed=0, iteration=0)
+    meta = draw("video_captions", TypicalSizes.typical(job), seed=0, iteration=0)
     trainer = Trainer(job)
     batches = repeat((noise_batch(job.model, meta, 0), meta), 2)
     found = [

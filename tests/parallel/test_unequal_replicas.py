@@ -49,8 +49,8 @@ DEFERRED = {2, 5}
 class Fed(Trainer):
     """A job that gets its batches here, and not from a loader."""
 
-    def take_up(self) -> None:
-        super().take_up()
+    def resume_state(self) -> None:
+        super().resume_state()
         mesh = self.mesh
         several = mesh.layout.dp > 1
         chosen = OF_REPLICAS[mesh.dp_rank] if several else range(len(SHAPES))
@@ -79,7 +79,8 @@ def run(rank: int, path: Path, overrides: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "extra", [layout(shard=2), [*layout(pp=2, replicate=2), "planner.enable=true", "planner.budget_evaluations=30"]]
+    "extra",
+    [layout(shard=2), [*layout(pp=2, replicate=2), "planner.enable=true", "planner.search.budget_evaluations=30"]],
 )
 def test_jobs_count_and_train_as_one_process(tmp_path, charts, extra):
     found = {}

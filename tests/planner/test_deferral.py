@@ -24,7 +24,7 @@ from mmtrain.planner.search.search import search
 from mmtrain.planner.search.search_options import SearchOptions
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.graph import Work
-from mmtrain.schedule.library.catalogue import CATALOGUE, Placement
+from mmtrain.schedule.library.catalogue import CATALOGUE, ChunkPlacement
 from mmtrain.schedule.library.memory import Memory, components
 from mmtrain.schedule.passes.lower import lower
 from mmtrain.schedule.plan import Plan, check
@@ -120,12 +120,12 @@ def test_conservation_over_two_microbatches() -> None:
         check_conservation(without_deferral(PAIR, {1}), batching)
 
 
-def parts_of(spec: ModelSpec, placement: Placement = "loop", segments: int = 1) -> Partition:
+def parts_of(spec: ModelSpec, placement: ChunkPlacement = "loop", segments: int = 1) -> Partition:
     return partition(spec, 2, dict.fromkeys(("vision", "language"), segments), reference_sizes(spec, 64), placement)
 
 
 def problem_of(
-    meta: IterationMeta, placement: Placement = "loop", segments: int = 1, limits: Sequence[float] | None = None
+    meta: IterationMeta, placement: ChunkPlacement = "loop", segments: int = 1, limits: Sequence[float] | None = None
 ) -> PlanningProblem:
     spec = vlm(4, 4)
     batching = make_batching(meta, spec, 1)

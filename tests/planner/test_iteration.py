@@ -98,8 +98,8 @@ def test_layouts_must_fit_ranks_segments_and_schedule(cut, keys: list[str], mess
 
 def test_memory_limit_needs_a_schedule_that_keeps_it(cut) -> None:
     with pytest.raises(ConfigError, match=r'activation_memory_gib = 2\.0 is honoured by .*"ZB-H1" bounds'):
-        cut("ZB-H1", "planner.activation_memory_gib=2.0")
-    assert cut("ZB-AutoSchedule", "planner.activation_memory_gib=2.0").num_ranks == 2
+        cut("ZB-H1", "planner.search.activation_memory_gib=2.0")
+    assert cut("ZB-AutoSchedule", "planner.search.activation_memory_gib=2.0").num_ranks == 2
 
 
 def test_braids_need_parameters_that_stay_gathered(cut, tmp_path) -> None:

@@ -72,7 +72,7 @@ def test_a_microbatch_without_pairs_is_refused():
 
 def planner(microbatches: int, limit_gib: float) -> IterationPlanner:
     spec = model_spec(two_towers("clip", microbatches=microbatches))
-    section = dataclasses.replace(PLANNER, activation_memory_gib=limit_gib)
+    section = PLANNER.with_search(activation_memory_gib=limit_gib)
     parts = partition(spec, 2, {}, reference_sizes(spec, 12))
     return IterationPlanner(Job(
         spec=spec, partition=parts, section=section, costs=FlopsCosts.of(section), schedule=CATALOGUE["interleave"],

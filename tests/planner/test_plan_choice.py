@@ -4,10 +4,10 @@ from dataclasses import replace
 import pytest
 
 from mmtrain.config import config
-from mmtrain.config.planner import PlannerConfig
+from mmtrain.config.planner import PlannerConfig, SearchConfig
 from mmtrain.errors import PlanError
 from mmtrain.modality.metadata import DocumentMeta, IterationMeta, MicrobatchMeta
-from mmtrain.modality.typical import Bins
+from mmtrain.modality.typical import TypicalSizes
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.job_schedule import job_schedule
 from mmtrain.planner.memory.limit import MemoryRule
@@ -43,25 +43,32 @@ def test_each_step_and_searcher_has_a_seed_that_is_the_same_next_time():
 
 
 def test_searchers_share_the_evaluations_and_not_the_seconds():
-    section = PlannerConfig(budget_evaluations=10, budget_s=2.0, split_backward=False, memory=False)
+    section = PlannerConfig(
+        search=SearchConfig(budget_evaluations=10, budget_s=2.0, split_backward=False, memory=False)
+    )
     options = search_options(section, seed=4, threads=2, num_searchers=4)
     assert (options.budget_evaluations, options.budget_s, options.seed, options.threads) == (3, 2.0, 4, 2)
     assert (options.reorder, options.split, options.memory) == (True, False, False)
-    assert search_options(PlannerConfig(budget_evaluations=0), seed=0, threads=1).budget_evaluations == 0
+    assert (
+        search_options(PlannerConfig(search=SearchConfig(budget_evaluations=0)), seed=0, threads=1).budget_evaluations
+        == 0
+    )
 
 
 def test_nothing_is_searched_where_the_order_is_that_of_a_schedule():
     options = search_options(PlannerConfig(), seed=0, threads=1)
-    section = PlannerConfig(enable=True, interleave=False)
+    section = PlannerConfig(enable=True, search=SearchConfig(interleave=False))
     assert make_plan(PROBLEM, JobMethod("1F1B", section, options)) == make_plan(PROBLEM, "1F1B")
-    searched = make_plan(PROBLEM, JobMethod("1F1B", replace(section, interleave=True), options))
+    searched = make_plan(PROBLEM, JobMethod("1F1B", section.with_search(interleave=True), options))
     assert searched == make_plan(PROBLEM, options) and searched.evaluations > 1
 
 
 def test_a_searched_plan_that_is_longer_than_the_first_one_does_not_run():
     """The search serves what can start first, and may here neither split nor change the order of microbatches."""
     problem = two_modules(4, [3, 0, 5, 1])
-    section = PlannerConfig(enable=True, reorder=False, split_backward=False, budget_evaluations=30)
+    section = PlannerConfig(
+        enable=True, search=SearchConfig(reorder=False, split_backward=False, budget_evaluations=30)
+    )
     options = search_options(section, seed=7, threads=1)
     first, searched = make_plan(problem, "1F1B"), make_plan(problem, options)
     assert first.makespan_s < searched.makespan_s
@@ -85,18 +92,18 @@ def test_a_result_without_a_plan_says_why_where_the_plan_is_read():
 
 def test_switches_are_one_line():
     assert show_switches(PlannerConfig(), 1) == "planner: off; partition search, sub-microbatches on"
-    section = PlannerConfig(enable=True, memory=False, budget_s=1.5, distributed=True)
+    section = PlannerConfig(enable=True, search=SearchConfig(memory=False, budget_s=1.5, distributed=True))
     assert show_switches(section, 2) == (
         "planner: on; partition search, sub-microbatches on, interleave on, reorder on, split backward on, memory off; "
         "anneal, 1000 evaluations or 1.5 s, 2 threads on every rank; patience 60 s"
     )
-    assert show_switches(PlannerConfig(braid=True), 1).endswith(
+    assert show_switches(PlannerConfig(search=SearchConfig(braid=True)), 1).endswith(
         "sub-microbatches on, blocks of a forward and a backward"
     )
 
 
 def test_blocks_are_in_the_plans_of_the_schedule_and_of_the_search():
-    words = ["planner.braid=true", "parallelism.tensor_parallel_degree=2"]
+    words = ["planner.search.braid=true", "parallelism.tensor_parallel_degree=2"]
     job = config.load("debug_vlm.toml", words)
     schedule = job_schedule(job)
     problem = as_units(chain(2, 6, num_segments=2), contention=0.0)
@@ -115,7 +122,7 @@ def test_blocks_are_in_the_plans_of_the_schedule_and_of_the_search():
     [
         ["parallelism.pipeline_parallel_degree=8", "parallelism.context_parallel_degree=2"],
         # No memory options fit the orders that `interleave` makes without limits.
-        ["parallelism.pipeline_parallel_degree=16", "planner.sub_microbatch=false"],
+        ["parallelism.pipeline_parallel_degree=16", "planner.search.sub_microbatch=false"],
         [
             "parallelism.pipeline_parallel_degree=8",
             "parallelism.context_parallel_degree=2",
@@ -129,7 +136,7 @@ def test_the_first_plan_under_a_tight_limit_is_near_the_search(words):
     job = config.load("vlm_s.toml", [*more, "training.global_batch_size=32", 'planner.memory_limit="92%"', *words])
     planner = IterationPlanner(make_job(job))
     limits = MemoryRule.of(job).budget(planner.job.spec, planner.job.partition).activation_limits
-    meta = draw("mix", Bins.of(job), seed=0, iteration=0)
+    meta = draw("mix", TypicalSizes.of(job), seed=0, iteration=0)
     problem = IterationPlanner(planner.job, limits).problem(meta, searched=True)[1]
     first = make_plan(problem, JobMethod(planner.job.schedule, job.planner))
     searched = make_plan(problem, SearchOptions(budget_evaluations=300))
@@ -144,7 +151,7 @@ def test_the_first_plan_under_a_tight_limit_is_near_the_search(words):
 
 def test_images_of_a_microbatch_can_stay_together():
     sizes = [
-        make_job(config.load("debug_vlm.toml", [f"planner.sub_microbatch={word}"])).sub_microbatch_size
+        make_job(config.load("debug_vlm.toml", [f"planner.search.sub_microbatch={word}"])).sub_microbatch_size
         for word in ("true", "false")
     ]
     assert sizes == [8, 0]
@@ -153,7 +160,7 @@ def test_images_of_a_microbatch_can_stay_together():
 def test_an_iteration_is_planned_in_parts_as_in_one_go():
     job = config.load("debug_vlm.toml", ["planner.enable=true"])
     planner = IterationPlanner(make_job(job))
-    meta = draw("mix", Bins.of(job, 112), seed=0, iteration=0, replica=0)
+    meta = draw("mix", TypicalSizes.of(job, 112), seed=0, iteration=0, replica=0)
     whole = planner.plan(meta)
     iteration = planner.prepare(meta, searched=True)
     first = iteration.first
@@ -168,8 +175,8 @@ def test_a_job_offloads_first_chunks_as_far_as_its_limit_needs():
     """The orders of STP, with copies on an H20's link that no action waits for."""
     words = [
         "planner.enable=true",
-        "planner.interleave=false",
-        'planner.memory_strategies=["keep", "offload"]',
+        "planner.search.interleave=false",
+        'planner.search.memory_strategies=["keep", "offload"]',
         "parallelism.pipeline_parallel_degree=2",
         "parallelism.tensor_parallel_degree=2",
         "parallelism.pipeline_parallel_schedule=STP",

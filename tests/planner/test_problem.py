@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from mmtrain.config.config import load
-from mmtrain.config.planner import PlannerConfig
+from mmtrain.config.planner import DeviceConfig, PlannerConfig, SearchConfig
 from mmtrain.costs.cost_model import FlopsCosts, LayerTimes
 from mmtrain.costs.overheads import Overheads
 from mmtrain.errors import PlanError
@@ -21,7 +21,7 @@ from mmtrain.spec.spec import ModelSpec, ModuleSpec
 from mmtrain.spec.work_size import Rates, WorkSize
 from tests.planner.specs import META, microbatch, vlm
 
-CONFIG = PlannerConfig(flops_per_s=1e3, p2p_latency_s=0.5, p2p_bytes_per_s=8.0)
+CONFIG = PlannerConfig(device=DeviceConfig(flops_per_s=1e3, p2p_latency_s=0.5, p2p_bytes_per_s=8.0))
 
 
 def problem(
@@ -48,7 +48,7 @@ def test_seconds_and_bytes_come_from_the_layers() -> None:
 
 
 def test_memory_limit_is_in_gib() -> None:
-    limited = PlannerConfig(flops_per_s=1e3, activation_memory_gib=2.0)
+    limited = PlannerConfig(search=SearchConfig(activation_memory_gib=2.0), device=DeviceConfig(flops_per_s=1e3))
     assert problem(vlm(), limited).memory_limit_bytes == (2.0 * 2**30,) * 2
 
 
@@ -94,7 +94,7 @@ def with_head(chunk: int, *more: str, tokens: int = 10_000) -> tuple[PlanningPro
         "parallelism.pipeline_parallel_degree=2",
         f"model.language.config.vocab_size={tokens}",
         f"training.loss_chunk_tokens={chunk}",
-        "planner.flops_per_s=2e10",
+        "planner.device.flops_per_s=2e10",
         *more,
     ]
     job = make_job(load("debug_text.toml", [f"--{value}" for value in values]))
@@ -134,12 +134,12 @@ def test_a_part_of_a_head_in_pieces_repeats_its_product() -> None:
 
 
 def test_under_a_limit_each_mix_of_strategies_has_the_temporary_bytes_of_the_head() -> None:
-    found, spec, size = with_head(16, "planner.activation_memory_gib=0.2")
+    found, spec, size = with_head(16, "planner.search.activation_memory_gib=0.2")
     options = found.options(1, 1)
     assert len(options) > 2
     assert {option.restored_bytes for option in options} == {spec.text.layers[-1].temporary_bytes(size)}
     with pytest.raises(PlanError, match="over the memory limit of"):  # of which the pieces alone take 6 MB
-        with_head(16, "planner.activation_memory_gib=0.005")
+        with_head(16, "planner.search.activation_memory_gib=0.005")
 
 
 def test_forward_only_a_head_in_pieces_needs_its_temporary_bytes() -> None:

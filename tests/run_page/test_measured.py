@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from mmtrain.run_page.charts import charts
 from mmtrain.run_page.measured import breakdown
 from mmtrain.run_page.runs import read_run
-from mmtrain.simulator.breakdown import Part
+from mmtrain.simulator.breakdown import TimePart
 from tests.run_page.test_runs import STEP, write_run
 
 MEASURED = {
@@ -44,7 +44,7 @@ def test_parts_of_a_measured_step_add_up(parts: list[float], modules: bool, peak
     found = breakdown(line)
     assert found is not None
     assert sum(found.shares.values()) == pytest.approx(1, abs=1e-9)
-    assert {part for parts in found.shares for part in parts} == set(Part)
+    assert {part for parts in found.shares for part in parts} == set(TimePart)
 
 
 def test_a_peak_that_a_step_exceeds_gives_no_breakdown() -> None:

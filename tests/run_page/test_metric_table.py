@@ -3,7 +3,7 @@
 from mmtrain.run_page.charts import charts
 from mmtrain.run_page.metric_table import BY_NAME, METRICS
 from mmtrain.run_page.numbers import numbers
-from mmtrain.run_page.runs import Run
+from mmtrain.run_page.runs import RunContents
 
 
 class Line(dict):
@@ -27,7 +27,7 @@ def test_the_page_reads_what_the_table_says():
     read = set()
     for without in ((), ("mfu",)):
         line = Line({key: 0.5 for key in keys if key not in without} | {"step": 1}, read)
-        run = Run(name="r", steps=(line,), validations=(), config_text="", starts=(), timelines=(), answers={})
+        run = RunContents(name="r", steps=(line,), validations=(), config_text="", starts=(), timelines=(), answers={})
         charts([run])
         numbers(run)
     assert {key for key, metric in keys.items() if metric.on_page} == read & set(keys)

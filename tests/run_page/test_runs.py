@@ -205,7 +205,7 @@ FAR_OFF = {
         2.5,
         "Costs are not of this machine and its load, ",
     ),
-    "plan_gap": (0.3, "raise planner.budget_evaluations"),
+    "plan_gap": (0.3, "raise planner.search.budget_evaluations"),
     "plan_late": (3, "Searches end too late"),
     "plan_failed": (3, "Searches fail"),
     "memory_measured_gib": (1.2, "It was above the limit of 1.00 GiB"),

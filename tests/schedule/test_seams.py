@@ -9,7 +9,7 @@ from mmtrain.planner.judge import judge
 from mmtrain.planner.plan_json import plan_from_json, plan_to_json
 from mmtrain.planner.result import PlanResult
 from mmtrain.schedule.action import BRAID, KINDS, Action, Kind
-from mmtrain.schedule.graph import Edge, Instruction, Link, ModuleStages, Work
+from mmtrain.schedule.graph import Edge, InstructionNode, Link, ModuleStages, Work
 from mmtrain.schedule.io.torch_csv import read_plan, write_plan
 from mmtrain.schedule.io.wire import from_bytes, to_bytes
 from mmtrain.schedule.library.catalogue import CATALOGUE
@@ -193,7 +193,7 @@ SYNC = Kind.register("SYNC")
 def synchronised() -> PlanningProblem:
     """The backward of microbatch 0 waits for an instruction that follows the forward of microbatch 1."""
     plain = chain(1, 2, cost=COST)
-    sync = Instruction(
+    sync = InstructionNode(
         kind=SYNC,
         stage=0,
         work=1,
@@ -258,5 +258,5 @@ def test_kinds_have_names_of_capital_letters() -> None:
             stage_rank=(0,),
             works=graph.works,
             backward=graph.backward,
-            instructions=(Instruction(kind=Kind.F, stage=0, work=0),),
+            instructions=(InstructionNode(kind=Kind.F, stage=0, work=0),),
         )

@@ -6,7 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.simulator.cut_search import CHAIN_WORTH, FINALISTS, LEAST_S, MOST_S, SHARE, WORTH, Cut, best_cut, looks
+from mmtrain.simulator.cut_search import (
+    CHAIN_WORTH,
+    FINALISTS,
+    LEAST_S,
+    MOST_S,
+    SHARE,
+    WORTH,
+    Cut,
+    best_cut,
+    microbatches_to_judge,
+)
 from mmtrain.simulator.typical_iterations import MOST_MICROBATCHES
 
 
@@ -84,14 +94,14 @@ def test_looks_take_the_seconds_that_an_iteration_allows(
     num_ranks: int, num_microbatches: int, quick_s: list[float], slower: float, rank_s: float
 ) -> None:
     exact_s = [slower * seconds for seconds in quick_s]
-    first, second = looks(num_ranks, num_microbatches, quick_s, exact_s, rank_s)
+    first, second = microbatches_to_judge(num_ranks, num_microbatches, quick_s, exact_s, rank_s)
     assert 1 <= first <= second <= MOST_MICROBATCHES
     assert first <= 2 * num_ranks or num_microbatches <= 2 * num_ranks
     budget_s = min(MOST_S, max(LEAST_S, SHARE * rank_s))
     assert first <= max(1, num_ranks // 2) or first * sum(quick_s) <= budget_s / 2
     finalists_s = sum(exact_s) / len(exact_s) * min(2 * FINALISTS, len(exact_s))
     assert second == first or first * sum(quick_s) + second * finalists_s <= budget_s
-    assert looks(num_ranks, num_microbatches, quick_s, exact_s, 2 * rank_s)[0] >= first
+    assert microbatches_to_judge(num_ranks, num_microbatches, quick_s, exact_s, 2 * rank_s)[0] >= first
 
 
 def test_ties_go_to_fewer_segments_of_the_first_modules() -> None:

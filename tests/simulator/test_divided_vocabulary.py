@@ -14,7 +14,7 @@ from mmtrain.costs.operator_costs import OperatorCosts
 from mmtrain.costs.operators.graph import Phase
 from mmtrain.errors import ConfigError
 from mmtrain.modality.metadata import IterationMeta
-from mmtrain.modality.typical import Bins, reference_sizes
+from mmtrain.modality.typical import TypicalSizes, reference_sizes
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.job import Job
 from mmtrain.planner.memory.rank_state import Sharding
@@ -73,7 +73,9 @@ def text_job(*overrides: str, pp: int = 4, blocks: int = 6, size: int = 448) -> 
 
 
 def batch(of: Config, microbatches: int = 6) -> IterationMeta:
-    return draw("mix", dataclasses.replace(Bins.typical(of), num_microbatches=microbatches), seed=0, iteration=0)
+    return draw(
+        "mix", dataclasses.replace(TypicalSizes.typical(of), num_microbatches=microbatches), seed=0, iteration=0
+    )
 
 
 def specs(*overrides: str, parts: int = 4, tp: int = 1) -> tuple[ModelSpec, ModelSpec]:
@@ -113,7 +115,7 @@ def test_ranks_send_only_where_the_partition_says(keys: tuple[str, ...]) -> None
 
 
 def test_searches_plan_the_parts_with_and_without_a_memory_limit() -> None:
-    for more in ((), ("planner.activation_memory_gib=0.02",)):
+    for more in ((), ("planner.search.activation_memory_gib=0.02",)):
         chosen = job(DIVIDED, *more)
         planner = IterationPlanner(make_job(chosen))
         prepared = planner.prepare(batch(chosen), searched=True)
@@ -366,7 +368,6 @@ def test_a_small_job_is_divided_as_the_real_one_was_chosen() -> None:
         ((DIVIDED, "parallelism.pipeline_parallel_degree=1", "parallelism.pipelines=[2, 1]"), "pipelines of unequal"),
         ((SEARCHED, 'planner.partition="dip"'), r'planner.partition = "dip": only a search'),
         ((SEARCHED, 'planner.placement="parallel"'), r'planner.placement = "parallel": only a search'),
-        ((DIVIDED, 'planner.placement="replicated"'), r'planner.placement = "replicated", a baseline'),
     ],
 )
 def test_what_is_not_built_is_refused_in_a_sentence(keys: tuple[str, ...], sentence: str) -> None:

@@ -16,7 +16,7 @@ from mmtrain.simulator.allocation.templates import TemplateMaker, layer_bytes
 from mmtrain.simulator.failures.oobleck import Oobleck, least_variance, literal_templates, mapped_partition
 from mmtrain.simulator.failures.replay import FailureCosts, replay
 from mmtrain.simulator.failures.report import compare, systems
-from mmtrain.simulator.failures.systems import Grid, LocalRule, Ours, ReRouting
+from mmtrain.simulator.failures.systems import BestComposition, EqualPipelines, LocalRule, ReRouting
 from mmtrain.simulator.failures.trace import Event, Trace, drawn_trace, read_trace, seconds_of
 from mmtrain.spec.builders import model_spec
 
@@ -148,7 +148,7 @@ def test_ours_loses_half_a_step_and_copies():
     """Pipelines 2 + 2: a step of 12 microbatches takes 36 s. Pipelines 1 + 2: 48 s
     (4 + 8 microbatches). The whole pipeline stays; the single node of the other has half of the layers and lacks 6
     bytes, 3 s. So 194 s are left for 194 / 48 steps, of which half of a step is done again."""
-    played = replay(LOSS, Ours(templates=templates(sizes=(1, 2))), COSTS)
+    played = replay(LOSS, BestComposition(templates=templates(sizes=(1, 2))), COSTS)
     assert samples(played) == pytest.approx([12 * 130 / 36, 12 * (194 / 48 - 0.5)])
     assert [one.step_s for one in played.intervals] == pytest.approx([36, 48]) and played.restarts == 0
     assert played.intervals[1].lost_s == pytest.approx(1 + 2 + 3 + 48 / 2)
@@ -161,7 +161,7 @@ def test_the_local_rule_does_the_same_here():
 
 def test_a_restart_loses_all_since_the_checkpoint():
     """Templates of two nodes alone: a grid of 1 x 2, 72 s a step. All of 130 s is unsaved, and takes longer again."""
-    played = replay(LOSS, Grid(templates=templates(sizes=(2,)), live=False), COSTS)
+    played = replay(LOSS, EqualPipelines(templates=templates(sizes=(2,)), live=False), COSTS)
     assert samples(played) == [pytest.approx(12 * 130 / 36), 0]
     assert played.restarts == 1
     assert played.intervals[1].lost_s == 200
@@ -171,16 +171,16 @@ def test_a_restart_after_a_checkpoint_loses_less():
     costs = FailureCosts(
         detection_s=1.0, change_s=2.0, bytes_per_s=2.0, restart_s=50.0, checkpoint_s=3.0, checkpoint_every=2
     )
-    played = replay(LOSS, Grid(templates=templates(sizes=(2,)), live=False), costs)
+    played = replay(LOSS, EqualPipelines(templates=templates(sizes=(2,)), live=False), costs)
     rate = 24 / (72 + 3)
     assert samples(played) == pytest.approx([130 * rate, (200 - 51) * 24 / (144 + 3) - 24 / 2])
 
 
 def test_a_grid_leaves_nodes_idle():
     """2 x 2 at 36 s; of three nodes 3 x 1 are best, 48 s; with templates of 2 alone nothing is left of f + 1."""
-    played = replay(LOSS, Grid(templates=templates(sizes=(1, 2)), live=True), COSTS)
+    played = replay(LOSS, EqualPipelines(templates=templates(sizes=(1, 2)), live=True), COSTS)
     assert [one.step_s for one in played.intervals] == pytest.approx([36, 48])
-    played = replay(LOSS, Grid(templates=templates(sizes=(2,)), live=True), COSTS)
+    played = replay(LOSS, EqualPipelines(templates=templates(sizes=(2,)), live=True), COSTS)
     assert samples(played) == [pytest.approx(12 * 130 / 36), 0]
 
 
@@ -204,16 +204,16 @@ def test_state_that_is_lost_comes_from_a_checkpoint():
     """Both second halves are lost at once."""
     of = templates(sizes=(2, 4))
     both = trace((0, "", "abcd"), (40, "bd", "ef"), (400, "", ""))
-    played = replay(both, Ours(templates=of), COSTS)
+    played = replay(both, BestComposition(templates=of), COSTS)
     assert played.restarts == 1
     assert samples(played)[1] == pytest.approx(12 * ((360 - 51) / 36 - 40 / 36))
     one = trace((0, "", "abcd"), (40, "b", "e"), (400, "", ""))
-    assert replay(one, Ours(templates=of), COSTS).restarts == 0
+    assert replay(one, BestComposition(templates=of), COSTS).restarts == 0
 
 
 def test_a_job_ends_and_begins_again():
     few = trace((0, "", "ab"), (50, "b", ""), (150, "", "c"), (250, "", ""))
-    played = replay(few, Ours(templates=templates(sizes=(1,))), COSTS)
+    played = replay(few, BestComposition(templates=templates(sizes=(1,))), COSTS)
     assert samples(played) == pytest.approx([50 / 6, 0, 50 / 6 - 50 / 6])
     assert played.restarts == 1
 

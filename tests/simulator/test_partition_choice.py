@@ -15,7 +15,7 @@ from mmtrain.errors import ConfigError
 from mmtrain.planner.memory.limit import MemoryRule
 from mmtrain.planner.partition.partition import Partition
 from mmtrain.schedule.library.catalogue import CATALOGUE
-from mmtrain.simulator.cut_search import FINALISTS, WORTH, looks
+from mmtrain.simulator.cut_search import FINALISTS, WORTH, microbatches_to_judge
 from mmtrain.simulator.job import make_job
 from mmtrain.simulator.partition_choice import choose_partition, partition_of
 from mmtrain.simulator.typical_iterations import TypicalIterations
@@ -32,7 +32,7 @@ seq_len = 512
 global_batch_size = 4
 [parallelism]
 pipeline_parallel_degree = 2
-[planner]
+[planner.device]
 flops_per_s = 1e10
 """  # noqa: E501
 VISION = """
@@ -94,7 +94,7 @@ def test_search_beats_the_papers_rule_where_one_pass_leaves_a_bubble(job) -> Non
 
 def test_segments_that_are_shorter_than_their_messages_do_not_pay(job) -> None:
     assert segments(job(text=TEXT))["language"] > 1
-    assert segments(job("planner.p2p_latency_s=1.0", text=TEXT)) == {"language": 1}
+    assert segments(job("planner.device.p2p_latency_s=1.0", text=TEXT)) == {"language": 1}
 
 
 def test_the_planners_search_can_judge_candidates(job) -> None:
@@ -106,7 +106,7 @@ def test_the_planners_search_can_judge_candidates(job) -> None:
 def test_a_short_job_is_cut_without_the_kernels_of_the_search(job, tmp_path) -> None:
     """They take 10 s to compile on a machine that never ran them, more than hundreds of steps of such a job."""
     for flops_per_s, is_short in ((1e10, True), (1e7, False)):
-        chosen = job("planner.enable=true", f"planner.flops_per_s={flops_per_s}")
+        chosen = job("planner.enable=true", f"planner.device.flops_per_s={flops_per_s}")
         made = make_job(chosen)
         typical = TypicalIterations.draw(chosen, made.spec, made.costs, made.sub_microbatch_size)
         assert typical.is_short is is_short
@@ -119,7 +119,7 @@ def test_a_short_job_is_cut_without_the_kernels_of_the_search(job, tmp_path) -> 
         script,
         str(tmp_path / "job.toml"),
         "planner.enable=true",
-        "planner.flops_per_s=1e10",
+        "planner.device.flops_per_s=1e10",
     ]
     root = Path(__file__).resolve().parents[2]
     answer = subprocess.run(words, capture_output=True, text=True, check=True, cwd=root)
@@ -134,7 +134,7 @@ def test_a_short_job_is_cut_in_less_than_a_second(name: str) -> None:
     costs = chosen, made.spec, made.costs, made.sub_microbatch_size
     quick, exact = (TypicalIterations.draw(*costs, is_quick=is_quick) for is_quick in (True, False))
     rates = [[x.judging_s(made.partition)] * 24 for x in (quick, exact)]
-    first, second = looks(made.partition.num_ranks, exact.num_microbatches, *rates, exact.rank_s)
+    first, second = microbatches_to_judge(made.partition.num_ranks, exact.num_microbatches, *rates, exact.rank_s)
     assert exact.is_short
     assert exact.num_microbatches == 4
     assert first >= 4  # whole iterations
@@ -142,7 +142,7 @@ def test_a_short_job_is_cut_in_less_than_a_second(name: str) -> None:
 
 
 def test_an_iteration_counts_whole_where_part_of_it_is_drawn(job) -> None:
-    chosen = job("training.global_batch_size=8192", "planner.flops_per_s=1e10")
+    chosen = job("training.global_batch_size=8192", "planner.device.flops_per_s=1e10")
     made = make_job(chosen)
     few, typical = (
         TypicalIterations.draw(chosen, made.spec, made.costs, made.sub_microbatch_size, most_microbatches=most)
@@ -163,16 +163,21 @@ def typical(job):
     return build
 
 
-LONG = "planner.flops_per_s=1e7"
+LONG = "planner.device.flops_per_s=1e7"
 
 
 def test_a_cut_is_judged_by_the_options_of_the_jobs_search(typical) -> None:
     seconds = {}
-    for keys in ("", "planner.split_backward=false", "planner.strategy=first", "planner.budget_evaluations=1"):
+    for keys in (
+        "",
+        "planner.search.split_backward=false",
+        "planner.search.strategy=first",
+        "planner.search.budget_evaluations=1",
+    ):
         iterations, partition = typical(LONG, *filter(None, [keys]))
         seconds[keys] = iterations.seconds(partition)
-    assert seconds[""] < seconds["planner.split_backward=false"] < seconds["planner.strategy=first"]
-    assert seconds[""] < seconds["planner.budget_evaluations=1"]
+    assert seconds[""] < seconds["planner.search.split_backward=false"] < seconds["planner.search.strategy=first"]
+    assert seconds[""] < seconds["planner.search.budget_evaluations=1"]
 
 
 def test_short_jobs_are_judged_by_the_orders_that_their_search_may_use(typical) -> None:
@@ -181,18 +186,18 @@ def test_short_jobs_are_judged_by_the_orders_that_their_search_may_use(typical) 
         assert iterations.is_short
         return iterations.seconds(partition)
 
-    fixed = seconds("planner.reorder=false")
-    assert seconds() < fixed < seconds("planner.reorder=false", "planner.split_backward=false")
-    greedy = seconds("planner.interleave=false", "parallelism.pipeline_parallel_schedule=interleave")
-    assert seconds("planner.reorder=false", "planner.strategy=first") == greedy
+    fixed = seconds("planner.search.reorder=false")
+    assert seconds() < fixed < seconds("planner.search.reorder=false", "planner.search.split_backward=false")
+    greedy = seconds("planner.search.interleave=false", "parallelism.pipeline_parallel_schedule=interleave")
+    assert seconds("planner.search.reorder=false", "planner.search.strategy=first") == greedy
 
 
 @pytest.mark.parametrize("mebibytes", [6, 8, 12])
 def test_scarce_memory_does_not_spoil_the_judgement_of_short_jobs(typical, mebibytes: int) -> None:
     """With recomputation, `ZB-AutoSchedule` alone would run one microbatch after another: W needs all activations."""
     seconds, full = [], "activation_checkpoint.mode=full"
-    for keys in ([], ["planner.strategy=first"]):
-        iterations, partition = typical(full, f"planner.activation_memory_gib={mebibytes / 1024}", *keys)
+    for keys in ([], ["planner.search.strategy=first"]):
+        iterations, partition = typical(full, f"planner.search.activation_memory_gib={mebibytes / 1024}", *keys)
         seconds.append(iterations.seconds(partition))
     assert seconds[0] <= seconds[1]
 
@@ -249,7 +254,7 @@ def test_an_encoder_that_reads_no_images_is_cut_by_the_rule(job) -> None:
 
 
 def test_a_limit_that_no_plan_keeps_leaves_the_rule(job) -> None:
-    keys = ("planner.activation_memory_gib=1e-7",)
+    keys = ("planner.search.activation_memory_gib=1e-7",)
     assert segments(job(*keys, text=TEXT)) == {"language": 1}
 
 

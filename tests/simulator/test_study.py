@@ -11,7 +11,7 @@ import pytest
 from mmtrain.commands.cli import main
 from mmtrain.config import config
 from mmtrain.errors import ConfigError
-from mmtrain.simulator.study import Answer, Question, simulate_job, with_schedule
+from mmtrain.simulator.study import ScheduleForecast, SimulationQuestion, simulate_job, with_schedule
 from mmtrain.simulator.study_report import table, to_json
 from tests.jobs import write_sound_config
 
@@ -131,15 +131,15 @@ def test_bad_input_ends_with_one_line(capsys, words, message):
     assert message in error(capsys, *words)
 
 
-def question(*overrides: str, **changes) -> Question:
+def question(*overrides: str, **changes) -> SimulationQuestion:
     settings = {"schedules": ("interleave",), "num_iterations": 2, "image_side": 112}
-    return Question(config=config.load("debug_vlm.toml", overrides), **(settings | changes))
+    return SimulationQuestion(config=config.load("debug_vlm.toml", overrides), **(settings | changes))
 
 
-def t2v_question(*overrides: str, **changes) -> Question:
+def t2v_question(*overrides: str, **changes) -> SimulationQuestion:
     settings = {"schedules": ("interleave",), "num_iterations": 2}
     overrides = ("training.global_batch_size=4", "planner.hardware=h800x16", *overrides)
-    return Question(config=config.load("t2v_s.toml", overrides), **(settings | changes))
+    return SimulationQuestion(config=config.load("t2v_s.toml", overrides), **(settings | changes))
 
 
 def test_mfu_is_model_flops_over_what_the_ranks_of_a_replica_could_do():
@@ -162,15 +162,15 @@ def test_a_part_of_a_device_that_nothing_names_is_no_limit():
 
 
 def test_a_schedule_that_ignores_memory_limits_is_told_so():
-    report = simulate_job(question("planner.activation_memory_gib=2.0", schedules=("1F1B", "interleave")))
+    report = simulate_job(question("planner.search.activation_memory_gib=2.0", schedules=("1F1B", "interleave")))
     notes = [note for note in report.notes if "activation_memory_gib" in note]
-    assert notes == ["1F1B bounds activations by its own rule; planner.activation_memory_gib is left out"]
+    assert notes == ["1F1B bounds activations by its own rule; planner.search.activation_memory_gib is left out"]
     job, _ = with_schedule(report.question.config, "interleave")
-    assert job.planner.activation_memory_gib == 2.0
+    assert job.planner.search.activation_memory_gib == 2.0
 
 
 def test_a_schedule_without_a_plan_is_an_answer(capsys):
-    words = ["--schedule", "interleave,1F1B", "--planner.activation_memory_gib=0.001"]
+    words = ["--schedule", "interleave,1F1B", "--planner.search.activation_memory_gib=0.001"]
     assert main([*DEBUG, *words]) == 1
     out = capsys.readouterr().out
     assert "interleave: NO PLAN: iteration 0: " in out
@@ -179,7 +179,7 @@ def test_a_schedule_without_a_plan_is_an_answer(capsys):
 
 def test_a_schedule_without_a_plan_names_the_searched_one_that_fits(capsys):
     """With a limit that holds only plans that recompute, as a large job without recomputation."""
-    words = ["--planner.activation_memory_gib=0.005"]
+    words = ["--planner.search.activation_memory_gib=0.005"]
     for asked, status in (
         (["--schedule", "interleave,planned"], 1),
         (["--planner.enable=true"], 0),  # the job trains the searched plan
@@ -244,7 +244,7 @@ def test_a_named_schedule_judges_the_assignment_that_it_runs():
 
 def test_the_most_loaded_rank_is_that_of_any_iteration():
     (answer,) = simulate_job(question()).answers
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, ScheduleForecast)
     rank, peak = answer.most_loaded
     assert peak == max(value for step in answer.iterations for value in step.peak_bytes)
     assert any(step.peak_bytes[rank] == peak for step in answer.iterations)
@@ -407,14 +407,16 @@ def test_clips_are_not_for_other_models(capsys):
 
 
 def test_a_problem_of_a_text_to_video_job_is_planned(tmp_path, capsys):
-    from mmtrain.modality.typical import Bins
+    from mmtrain.modality.typical import TypicalSizes
     from mmtrain.planner.iteration import IterationPlanner
     from mmtrain.simulator.job import make_job
     from mmtrain.simulator.workloads import draw
 
     job = t2v_question("training.global_batch_size=6").config
     planner = IterationPlanner(make_job(job))
-    batching, problem = planner.problem(draw("video_captions", Bins.of(job), seed=0, iteration=0), searched=True)
+    batching, problem = planner.problem(
+        draw("video_captions", TypicalSizes.of(job), seed=0, iteration=0), searched=True
+    )
     problem.write(tmp_path / "problem.json")
     out = tmp_path / "plan.json"
     assert main(["plan", str(tmp_path / "problem.json"), "--out", str(out), "--budget-evaluations", "50"]) == 0

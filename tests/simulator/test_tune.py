@@ -137,8 +137,8 @@ def test_an_axis_that_is_left_out_stays_as_the_job_has_it():
         "degrees": ("parallelism.tensor_parallel_degree", "parallelism.encoder_tensor_parallel"),
         "cut": ("model.encoder.num_segments", "planner.partition", "planner.placement"),
         "memory": ("activation_checkpoint.mode", "planner.memory_limit"),
-        "schedule": ("parallelism.pipeline_parallel_schedule", "planner.interleave"),
-        "braid": ("planner.braid",),
+        "schedule": ("parallelism.pipeline_parallel_schedule", "planner.search.interleave"),
+        "braid": ("planner.search.braid",),
     }.items():
         space = Space(config=job, num_gpus=16, axes=tuple(other for other in AXES if other != axis))
         for one in all_of(space):

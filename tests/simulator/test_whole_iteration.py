@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from mmtrain.config import config
-from mmtrain.costs.machine import Network, NominalNetwork
+from mmtrain.costs.machine import NominalNetwork, RankNetwork
 from mmtrain.errors import PlanError
 from mmtrain.modality.metadata import IterationMeta
-from mmtrain.modality.typical import Bins
+from mmtrain.modality.typical import TypicalSizes
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.plan import make_plan
 from mmtrain.schedule.problem import P2P
@@ -20,12 +20,12 @@ from mmtrain.spec.memory_strategies import BlockMemory
 FREE = NominalNetwork(p2p=P2P(latency_s=0.0, bytes_per_s=1e30))
 
 
-def simulator(*overrides: str, network: Network = FREE) -> IterationSimulator:
+def simulator(*overrides: str, network: RankNetwork = FREE) -> IterationSimulator:
     return IterationSimulator.of(config.load("debug_vlm.toml", overrides), network)
 
 
 def batches(number: int = 1, *overrides: str) -> list[IterationMeta]:
-    bins = Bins.of(config.load("debug_vlm.toml", overrides), 112)
+    bins = TypicalSizes.of(config.load("debug_vlm.toml", overrides), 112)
     return [draw("mix", bins, seed=0, iteration=0, replica=replica) for replica in range(number)]
 
 
@@ -145,6 +145,8 @@ def test_memory_is_state_plus_activations_plus_the_block_that_is_recomputed() ->
 
 
 def test_an_iteration_without_a_plan_says_why() -> None:
-    sim = simulator("planner.activation_memory_gib=0.001")
-    with pytest.raises(PlanError, match=r"planner\.activation_memory_gib = 0\.001 leaves them 1\.02 MiB; raise it"):
+    sim = simulator("planner.search.activation_memory_gib=0.001")
+    with pytest.raises(
+        PlanError, match=r"planner\.search\.activation_memory_gib = 0\.001 leaves them 1\.02 MiB; raise it"
+    ):
         sim.simulate(batches())

@@ -3,7 +3,7 @@ import dataclasses
 from mmtrain.config import config
 from mmtrain.costs.job_costs import cost_model
 from mmtrain.costs.sub_microbatch import Curve
-from mmtrain.modality.typical import Bins, reference_sizes
+from mmtrain.modality.typical import TypicalSizes, reference_sizes
 from mmtrain.simulator.job import make_job
 from mmtrain.simulator.work_size import simulated_curve, sub_microbatch_size
 from mmtrain.spec.builders import model_spec
@@ -27,8 +27,8 @@ def test_the_config_decides_where_it_says_a_number():
 
 
 def test_all_images_are_one_work_where_cutting_is_switched_off():
-    assert size("debug_vlm.toml", "planner.sub_microbatch=false") == 0
-    assert make_job(config.load("debug_vlm.toml", ["planner.sub_microbatch=false"])).sub_microbatch_size == 0
+    assert size("debug_vlm.toml", "planner.search.sub_microbatch=false") == 0
+    assert make_job(config.load("debug_vlm.toml", ["planner.search.sub_microbatch=false"])).sub_microbatch_size == 0
 
 
 def test_a_text_model_has_no_vision_works():
@@ -39,7 +39,7 @@ def test_flops_alone_balance_a_vision_work_with_a_full_microbatch():
     job = config.load("vlm_s.toml", [RULE])
     spec = model_spec(job.model, dtype_bytes=2)
     found = size("vlm_s.toml", RULE)
-    (grid,) = {Bins.typical(job).grid}
+    (grid,) = {TypicalSizes.typical(job).grid}
     image = images_work(spec.module("vision"), [grid])
     text = spec.flops("language", reference_sizes(spec, job.training.seq_len)["language"]).total
     assert spec.flops("vision", image).total * found <= text < spec.flops("vision", image).total * (found + 1)
@@ -49,7 +49,7 @@ def test_flops_alone_balance_a_vision_work_with_a_full_microbatch():
 def test_simulated_hardware_gives_a_curve():
     job = config.load("vlm_s.toml", [RULE, "planner.hardware=h800x16"])
     spec = model_spec(job.model, dtype_bytes=2)
-    curve = simulated_curve(spec, cost_model(job, spec), Recomputation(), Bins.typical(job))
+    curve = simulated_curve(spec, cost_model(job, spec), Recomputation(), TypicalSizes.typical(job))
     assert curve.patches == 52 * 52
     assert [number for number, _ in curve.seconds] == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48]  # 48 x 169 < 8192
     rates = [number / seconds for number, seconds in curve.seconds]

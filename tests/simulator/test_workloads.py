@@ -13,13 +13,13 @@ from mmtrain.errors import ConfigError
 from mmtrain.modality.bitfield import language_bits, two_way_spans
 from mmtrain.modality.captioned_clips import video_captions
 from mmtrain.modality.metadata import IterationMeta
-from mmtrain.modality.typical import Bins
+from mmtrain.modality.typical import TypicalSizes
 from mmtrain.planner.batching import check_conservation, make_batching
 from mmtrain.simulator.workloads import PAIRS, VIDEO_CAPTIONS, WORKLOADS, draw, image_bounds
 from mmtrain.spec.builders import model_spec
 from tests.models.towers import two_towers
 
-PAPER = Bins(num_microbatches=64, seq_len=8192, grid=(1, 52, 52), image_tokens=169)
+PAPER = TypicalSizes(num_microbatches=64, seq_len=8192, grid=(1, 52, 52), image_tokens=169)
 
 
 def images(meta: IterationMeta) -> list[int]:
@@ -27,10 +27,10 @@ def images(meta: IterationMeta) -> list[int]:
 
 
 def test_an_image_of_the_paper_has_2704_patches_169_tokens_and_48_fit() -> None:
-    bins = Bins.of(config.load("vlm_s.toml"))
+    bins = TypicalSizes.of(config.load("vlm_s.toml"))
     assert bins == PAPER
     assert bins.most_images == 48
-    assert Bins.of(config.load("vlm_l.toml")).grid == (1, 52, 52)  # an encoder of any image size
+    assert TypicalSizes.of(config.load("vlm_l.toml")).grid == (1, 52, 52)  # an encoder of any image size
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_an_image_of_the_paper_has_2704_patches_169_tokens_and_48_fit() -> None:
 )
 def test_typical_images_follow_from_the_config(name: str, overrides: list[str], grid, tokens: int) -> None:
     job = config.load(name, overrides)
-    bins = Bins.typical(job)
+    bins = TypicalSizes.typical(job)
     assert (bins.grid, bins.image_tokens) == (grid, tokens)
     assert (bins.num_microbatches, bins.seq_len) == (job.training.global_batch_size, job.training.seq_len)
 
@@ -54,7 +54,7 @@ def test_typical_images_follow_from_the_config(name: str, overrides: list[str], 
 @given(
     name=st.sampled_from(sorted(WORKLOADS)),
     bins=st.builds(
-        Bins,
+        TypicalSizes,
         num_microbatches=st.integers(1, 5),
         seq_len=st.integers(20, 3000),
         grid=st.just((1, 8, 8)),
@@ -63,7 +63,9 @@ def test_typical_images_follow_from_the_config(name: str, overrides: list[str], 
     seed=st.integers(0, 99),
     iteration=st.integers(0, 45),
 )
-def test_microbatches_hold_what_fits_and_documents_add_up(name: str, bins: Bins, seed: int, iteration: int) -> None:
+def test_microbatches_hold_what_fits_and_documents_add_up(
+    name: str, bins: TypicalSizes, seed: int, iteration: int
+) -> None:
     meta = draw(name, bins, seed=seed, iteration=iteration)
     assert len(meta.microbatches) == bins.num_microbatches
     seen = set()
@@ -170,7 +172,7 @@ def test_microbatches_of_pretraining_are_full_and_all_tokens_are_labelled() -> N
 
 
 def test_a_text_model_reads_the_text_of_the_samples() -> None:
-    bins = Bins.of(config.load("debug_text.toml"))
+    bins = TypicalSizes.of(config.load("debug_text.toml"))
     assert (bins.grid, bins.most_images) == (None, 0)
     for name in WORKLOADS:
         meta = draw(name, bins, seed=0, iteration=0)
@@ -179,13 +181,13 @@ def test_a_text_model_reads_the_text_of_the_samples() -> None:
 
 
 def test_a_replica_reads_its_share_of_the_batch() -> None:
-    assert Bins.of(config.load("vlm_xl_8k.toml")).num_microbatches == 32
+    assert TypicalSizes.of(config.load("vlm_xl_8k.toml")).num_microbatches == 32
 
 
 def test_images_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"728 x 728 pixels makes 676 tokens.*training.seq_len = 256.*--image-side"):
-        Bins.of(config.load("debug_vlm.toml"))
-    assert Bins.of(config.load("debug_vlm.toml"), 112).image_tokens == 16
+        TypicalSizes.of(config.load("debug_vlm.toml"))
+    assert TypicalSizes.of(config.load("debug_vlm.toml"), 112).image_tokens == 16
 
 
 def test_an_unknown_workload_is_refused_with_the_nearest_name() -> None:
@@ -196,7 +198,7 @@ def test_an_unknown_workload_is_refused_with_the_nearest_name() -> None:
 def test_clips_have_the_latents_of_their_videos() -> None:
     """A VAE as Wan's: 1 + (frames - 1) / 4 latent frames, 1 / 8 of each side; patches of 1 x 2 x 2."""
     job = config.load("t2v_s.toml", ["training.global_batch_size=200"])
-    bins = Bins.of(job)
+    bins = TypicalSizes.of(job)
     assert (bins.num_microbatches, bins.grid) == (200, None)
     meta = draw(VIDEO_CAPTIONS, bins, seed=0, iteration=0)
     clips = [clip for m in meta.microbatches for clip in m.clips]
@@ -209,12 +211,12 @@ def test_clips_have_the_latents_of_their_videos() -> None:
     assert meta.num_clips == len(clips) > 200
     assert (meta.num_tokens, meta.num_images) == (0, 0)
     assert draw(VIDEO_CAPTIONS, bins, seed=0, iteration=0) == meta
-    assert Bins.typical(job) == bins
+    assert TypicalSizes.typical(job) == bins
 
 
 def test_larger_clips_and_other_patches() -> None:
     patch = "model.dit.config={model_type='wan', text_dim=4096, patch_size=[2, 4, 4]}"
-    bins = Bins.of(config.load("t2v_s.toml", [patch, "training.seq_len=20"]), 768)
+    bins = TypicalSizes.of(config.load("t2v_s.toml", [patch, "training.seq_len=20"]), 768)
     clips = [clip for m in draw(VIDEO_CAPTIONS, bins, seed=1, iteration=0).microbatches for clip in m.clips]
     assert {(clip.height, clip.width) for clip in clips} == {(96, 96)}
     assert all(clip.frames % 2 == 0 and clip.num_tokens == clip.frames // 2 * 24 * 24 for clip in clips)
@@ -222,19 +224,19 @@ def test_larger_clips_and_other_patches() -> None:
 
 
 def test_clips_go_with_text_to_video_models_alone() -> None:
-    bins = Bins.of(config.load("t2v_s.toml"))
+    bins = TypicalSizes.of(config.load("t2v_s.toml"))
     with pytest.raises(ConfigError, match="does not go with a model that reads prompts and video clips; choose 'video"):
         draw("mix", bins, seed=0, iteration=0)
     with pytest.raises(ConfigError, match="does not go with a model that reads no video clips; choose one of image"):
         draw(VIDEO_CAPTIONS, PAPER, seed=0, iteration=0)
     with pytest.raises(ConfigError, match=r"have \[64, 2050, 2050\] patches .*, but the DiT takes 1 to 1024"):
-        Bins.of(config.load("t2v_s.toml"), 32800)
+        TypicalSizes.of(config.load("t2v_s.toml"), 32800)
 
 
 def test_an_image_comes_with_an_item_of_each_further_encoder(tmp_path):
     """The batch is conserved in works of each encoder, and an item keeps its place before the text."""
     job = cornstarch.job("SSS", tmp_path, pp=6)
-    bins = Bins.of(job)
+    bins = TypicalSizes.of(job)
     assert bins.with_image == (("audio", (1, 1, 1500), 750),)
     for name in WORKLOADS.keys() - {"pretraining"}:  # which has no images
         meta = draw(name, bins, seed=3, iteration=1)
@@ -254,9 +256,9 @@ def test_pairs_fill_each_microbatch_with_captions_of_the_tower(kind: str, seq_le
     model = two_towers(kind)
     job = replace(config.load("debug_clip.toml"), model=model)
     job = replace(job, training=replace(job.training, seq_len=seq_len), data=replace(job.data, max_pairs=20))
-    meta = draw(PAIRS, Bins.of(job), seed=0, iteration=3)
-    assert meta == draw(PAIRS, Bins.typical(job), seed=0, iteration=3)
-    assert (meta != draw(PAIRS, Bins.of(job), seed=0, iteration=4)) == (kind == "clip")
+    meta = draw(PAIRS, TypicalSizes.of(job), seed=0, iteration=3)
+    assert meta == draw(PAIRS, TypicalSizes.typical(job), seed=0, iteration=3)
+    assert (meta != draw(PAIRS, TypicalSizes.of(job), seed=0, iteration=4)) == (kind == "clip")
     assert images(meta) == [20] * job.training.global_batch_size
     documents = [document for microbatch in meta.microbatches for document in microbatch.documents]
     assert all(d.num_targets == len(d.images) == 1 and d.images[0].grid == (1, 4, 4) for d in documents)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from mmtrain.config.config import Config
 from mmtrain.config.device_choices import on_device
 from mmtrain.costs.operators.graph import DeviceKind, OpKind, Phase
-from mmtrain.costs.operators.hardware import Hardware, Link, hardware_names, load_hardware
+from mmtrain.costs.operators.hardware import DeviceLink, Hardware, hardware_names, load_hardware
 from mmtrain.errors import ConfigError
 
 _CLUSTER = re.compile(r"(?P<hardware>.+?)x(?P<gpus>\d+)")
@@ -82,7 +82,7 @@ class Cluster:
         nodes = {rank // self.hardware.gpus_per_node for rank in ranks}
         return DeviceKind.NVLINK if len(nodes) <= 1 else DeviceKind.NETWORK
 
-    def link(self, ranks: Sequence[int]) -> Link:
+    def link(self, ranks: Sequence[int]) -> DeviceLink:
         """Rate and latency at which each of some global ranks sends to the others.
 
         Over the network they use the cards of all their ranks in a node, but at most at the rate of NVLink.
@@ -95,7 +95,7 @@ class Cluster:
         ranks_per_node = len(ranks) // len({rank // per_node for rank in ranks})
         nvlink_rate = self.hardware.links[DeviceKind.NVLINK].bytes_per_s
         rate = min(link.bytes_per_s * ranks_per_node, max(nvlink_rate, link.bytes_per_s))
-        return Link(bytes_per_s=rate, latency_s=link.latency_s)
+        return DeviceLink(bytes_per_s=rate, latency_s=link.latency_s)
 
     def collective_s(self, kind: OpKind, num_bytes: float, ranks: Sequence[int]) -> float:
         """Seconds of a collective among some global ranks, whose whole buffer has `num_bytes`; 0 for one rank."""

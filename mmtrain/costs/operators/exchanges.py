@@ -13,12 +13,12 @@ from mmtrain.costs.operators.tape import Var
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class CollectivePair:
     """A collective in the forward and one in the backward; none for one rank."""
 
     name: str
     forward: OpKind | None
-    """None: this rank's rows are copied out, or, if the number of rows is unchanged, nothing happens."""
+    """The collective of the forward. None: this rank's rows are copied out, or, with as many rows, nothing happens."""
     backward: OpKind | None
     ranks: int
     link: DeviceKind
@@ -60,54 +60,54 @@ class Exchange:
         )
 
 
-def gather_for_parts(name: str, ranks: int, link: DeviceKind) -> Exchange:
+def gather_for_parts(name: str, ranks: int, link: DeviceKind) -> CollectivePair:
     """This rank's rows -> all rows, from which each rank computes its own columns; backward: reduce-scatter."""
-    return Exchange(name, OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER, ranks, link, float(ranks))
+    return CollectivePair(name, OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER, ranks, link, float(ranks))
 
 
-def sum_shard(name: str, ranks: int, link: DeviceKind) -> Exchange:
+def sum_shard(name: str, ranks: int, link: DeviceKind) -> CollectivePair:
     """Summands of all rows -> this rank's rows of the sum; backward: all-gather."""
-    return Exchange(name, OpKind.REDUCE_SCATTER, OpKind.ALL_GATHER, ranks, link, 1 / ranks)
+    return CollectivePair(name, OpKind.REDUCE_SCATTER, OpKind.ALL_GATHER, ranks, link, 1 / ranks)
 
 
-def gather(name: str, ranks: int, link: DeviceKind) -> Exchange:
+def gather(name: str, ranks: int, link: DeviceKind) -> CollectivePair:
     """This rank's rows -> all rows, from which all ranks compute the same; backward: this rank's rows."""
-    return Exchange(name, OpKind.ALL_GATHER, None, ranks, link, float(ranks))
+    return CollectivePair(name, OpKind.ALL_GATHER, None, ranks, link, float(ranks))
 
 
-def shard(name: str, ranks: int, link: DeviceKind) -> Exchange:
+def shard(name: str, ranks: int, link: DeviceKind) -> CollectivePair:
     """All rows, equal on all ranks -> this rank's rows; backward: all-gather."""
-    return Exchange(name, None, OpKind.ALL_GATHER, ranks, link, 1 / ranks)
+    return CollectivePair(name, None, OpKind.ALL_GATHER, ranks, link, 1 / ranks)
 
 
-def use_for_parts(name: str, ranks: int, link: DeviceKind) -> Exchange:
+def use_for_parts(name: str, ranks: int, link: DeviceKind) -> CollectivePair:
     """Rows that are equal on all ranks, from which each rank computes its own columns; backward: all-reduce."""
-    return Exchange(name, None, OpKind.ALL_REDUCE, ranks, link)
+    return CollectivePair(name, None, OpKind.ALL_REDUCE, ranks, link)
 
 
-def sum_whole(name: str, ranks: int, link: DeviceKind) -> Exchange:
+def sum_whole(name: str, ranks: int, link: DeviceKind) -> CollectivePair:
     """Summands of all rows -> their sum on all ranks; backward: nothing."""
-    return Exchange(name, OpKind.ALL_REDUCE, None, ranks, link)
+    return CollectivePair(name, OpKind.ALL_REDUCE, None, ranks, link)
 
 
-def same(name: str, ranks: int, link: DeviceKind) -> Exchange:
+def same(name: str, ranks: int, link: DeviceKind) -> CollectivePair:
     """Rows that are equal on all ranks, from which all compute the same; backward: nothing."""
-    return Exchange(name, None, None, ranks, link)
+    return CollectivePair(name, None, None, ranks, link)
 
 
-Make = Callable[[str, int, DeviceKind], Exchange]
-"""(name, ranks, link) -> exchange."""
+MakeExchange = Callable[[str, int, DeviceKind], CollectivePair]
+"""A function that makes the exchange of a name among some ranks over a link."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BetweenLayers:
     """The exchanges at which rows enter and leave the columns of a layer, as in `parallel.row_shards.RowShards`."""
 
-    shard: Make
-    gather: Make
-    gather_for_parts: Make
-    sum_shard: Make
-    use_for_rows: Make
+    shard: MakeExchange
+    gather: MakeExchange
+    gather_for_parts: MakeExchange
+    sum_shard: MakeExchange
+    use_for_rows: MakeExchange
 
 
 DIVIDED_ROWS = BetweenLayers(
@@ -117,7 +117,7 @@ DIVIDED_ROWS = BetweenLayers(
 WHOLE_ROWS = BetweenLayers(
     shard=same, gather=same, gather_for_parts=use_for_parts, sum_shard=sum_whole, use_for_rows=same
 )
-"""Each rank has all of them."""
+"""Each rank has all rows between layers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ class Simulation:
     graph: Graph
     size: WorkSize
     seconds: Floats
-    """[operator] duration."""
+    """The duration of each operator."""
     start_s: Floats
     end_s: Floats
 
@@ -54,7 +54,7 @@ class Simulation:
         )
 
     def memory(self, rank: int = 0) -> tuple[tuple[float, float], ...]:
-        """(seconds, bytes that a rank holds from then on), ascending in time."""
+        """The times at which the memory of a rank changes, ascending, and the bytes that it holds from then on."""
         events: dict[float, list[float]] = {}
         for tensor, (born, died) in zip(self.graph.tensors, self.lifetimes, strict=True):
             num_bytes = tensor.num_bytes(self.size)

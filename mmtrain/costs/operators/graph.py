@@ -70,7 +70,7 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class ProductShape:
     """The sizes of a product, on which a device's efficiency depends.
 
     For a matrix product: [m, k] x [k, n]. For attention: m queries, n attended pairs over all queries, k the width of a
@@ -112,8 +112,8 @@ class Operator:
     mem_bytes: Rates = ZERO_RATES
     """Read from and written to the device's memory."""
     net_bytes: Rates = ZERO_RATES
-    """Sent by each rank."""
-    shape: Shape | None = None
+    """Bytes that each rank sends."""
+    shape: ProductShape | None = None
     """Sizes of a product; None: it runs at the full rate of its kind."""
     launches: int = 1
     """Kernels or messages, each of which has a fixed cost."""
@@ -133,7 +133,7 @@ class Graph:
     operators: tuple[Operator, ...]
     tensors: tuple[TensorNode, ...] = ()
     edges: frozenset[tuple[int, int]] = field(default_factory=frozenset)
-    """(a, b): operator b waits for operator a, in addition to what tensors say."""
+    """Pairs (a, b): operator b waits for operator a, in addition to what tensors say."""
 
     def __post_init__(self) -> None:
         for index, op in enumerate(self.operators):
@@ -230,7 +230,8 @@ class Graph:
 
 
 def topological(waits: Sequence[Set[int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(indices in an order in which each comes after those it waits for, the lowest first; indices behind a cycle)."""
+    """The indices in an order in which each comes after those it waits for, the lowest first; and those behind a
+    cycle."""
     if all(dependency < index for index, dependencies in enumerate(waits) for dependency in dependencies):
         return tuple(range(len(waits))), ()
     followers: list[list[int]] = [[] for _ in waits]

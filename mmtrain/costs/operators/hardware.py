@@ -32,15 +32,15 @@ class Efficiency:
     """The largest fraction of a device's rates that a kind of operator reaches: the inverse of DIP's factors a."""
 
     compute: float = 1.0
-    """1 / a_fop."""
+    """The share of the peak rate of FLOPs, 1 / a_fop."""
     memory: float = 1.0
-    """1 / a_mem."""
+    """The share of the memory's rate, 1 / a_mem."""
     network: float = 1.0
-    """1 / a_net."""
+    """The share of a link's rate, 1 / a_net."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class DeviceLink:
     """A link between two accelerators, or between one and its host."""
 
     bytes_per_s: float
@@ -72,20 +72,20 @@ class Hardware:
 
     name: str
     compute: DeviceKind
-    """gpu or cpu."""
+    """The kind of device that computes: gpu or cpu."""
     bf16_flops_per_s: float
-    """Dense (without sparsity)."""
+    """Peak rate in bfloat16, dense (without sparsity)."""
     fp32_flops_per_s: float
     memory_bytes_per_s: float
     memory_bytes: float
     gpus_per_node: int
     launch_s: float
     """Fixed seconds of a kernel on the device's queue."""
-    links: Mapping[DeviceKind, Link]
-    """nvlink, network and pcie."""
+    links: Mapping[DeviceKind, DeviceLink]
+    """The links by kind: nvlink, network and pcie."""
     tiles: Tiles
     efficiency: Mapping[str, Efficiency] = field(default_factory=dict)
-    """By kind, or by `kind.phase` for that phase alone; absent: all of the rates."""
+    """The efficiency of each operator kind, or `kind.phase` for that phase alone; absent: all of the rates."""
     contention: float = 1.0
     """Seconds that compute and an exchange at one time take beyond the longer of both, as a share of the shorter; 1:
     nothing is hidden."""
@@ -165,14 +165,16 @@ def _hardware(table: dict[str, Any], path: Path) -> Hardware:
         {"name": path.stem, **table},
         where,
         compute=DeviceKind(compute),
-        links={DeviceKind(key): _from_table(Link, value, f"{where}: links.{key}") for key, value in links.items()},
+        links={
+            DeviceKind(key): _from_table(DeviceLink, value, f"{where}: links.{key}") for key, value in links.items()
+        },
         tiles=tiles,
         overheads=overheads,
         efficiency=_efficiencies(efficiency, f"{where}: efficiency"),
     )
     if hardware.contention > 1:
         raise ConfigError(
-            f"{where}.contention = {hardware.contention}; it must be between 0 (exchanges run beside compute for "
+            f"{where}.contention = {hardware.contention}; it must be between 0 (exchanges run during compute for "
             "nothing) and 1 (after it)"
         )
     return hardware

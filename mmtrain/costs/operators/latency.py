@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from mmtrain.costs.operators.coefficients import Coefficients, coefficients, values
 from mmtrain.costs.operators.graph import DeviceKind, Graph, Operator, OpKind
-from mmtrain.costs.operators.hardware import Hardware, Link, Tiles
+from mmtrain.costs.operators.hardware import DeviceLink, Hardware, Tiles
 from mmtrain.spec.work_size import ZERO_WORK, WorkSize
 
 TICK_S = 2.0**-40
@@ -26,8 +26,8 @@ TICK_S = 2.0**-40
 
 _REMEMBERED = 4096
 
-Rule = Callable[[Operator, WorkSize, float], float]
-"""(operator, size, seconds by the rates) -> seconds: a user's override."""
+LatencyRule = Callable[[Operator, WorkSize, float], float]
+"""A user's override: the seconds of an operator, from its size and its seconds by the rates."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -73,8 +73,8 @@ class Latencies:
         hardware: Hardware,
         *,
         dtype_bytes: int = 2,
-        links: Mapping[DeviceKind, Link] | None = None,
-        rule: Rule | None = None,
+        links: Mapping[DeviceKind, DeviceLink] | None = None,
+        rule: LatencyRule | None = None,
     ) -> None:
         """Args:
         dtype_bytes: bytes of an element in products.
@@ -101,7 +101,9 @@ class Latencies:
 class _Compiled:
     """A graph's amounts divided by its devices' rates, as matrices."""
 
-    def __init__(self, graph: Graph, hardware: Hardware, flops_per_s: float, links: Mapping[DeviceKind, Link]) -> None:
+    def __init__(
+        self, graph: Graph, hardware: Hardware, flops_per_s: float, links: Mapping[DeviceKind, DeviceLink]
+    ) -> None:
         ops = graph.operators
         efficiencies = [hardware.efficiency_of(op.kind, op.phase) for op in ops]
         rate = [links[op.device.kind].bytes_per_s if not op.device.kind.computes else 1.0 for op in ops]

@@ -21,8 +21,8 @@ from mmtrain.costs.operators.modules import (
 )
 from mmtrain.costs.operators.tape import Tape, Var
 from mmtrain.spec.layer import Division, LayerSpec
-from mmtrain.spec.linears import Linear as NamedLinear
-from mmtrain.spec.modules import Projection, Shape
+from mmtrain.spec.linears import LinearLayer as NamedLinear
+from mmtrain.spec.modules import ModuleShape, Projection
 from mmtrain.spec.work_size import Rates
 
 PROJECTOR_LINEARS = ("fc1", "fc2")
@@ -45,20 +45,20 @@ class LinkedDivision(Division):
 class DescribedModule:
     """What the operators of a module's layers follow from, in addition to the layer."""
 
-    shape: Shape
+    shape: ModuleShape
     division: LinkedDivision = field(default_factory=LinkedDivision)
     dtype_bytes: int = 2
     compute: DeviceKind = DeviceKind.GPU
     adapted: tuple[NamedLinear, ...] = ()
     """Linear layers of a block with an adapter."""
     adapted_projector: tuple[NamedLinear, ...] = ()
-    """The same of the projector, for each of its equal parts."""
+    """Linear layers of the projector with an adapter, of each of its equal parts."""
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     projection: Projection | None = None
     """The projector of the encoder's features into the language model, of a language model that of the first encoder;
     None: there is no encoder."""
     is_part: bool = False
-    """It has a part of a divided vocabulary, or joins such parts, and no other layer."""
+    """Whether it has a part of a divided vocabulary, or joins such parts, and no other layer."""
     num_parts: int = 0
     """Parts of a divided vocabulary whose results it takes in."""
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from mmtrain.costs.operators.graph import OpKind, Phase, Shape
+from mmtrain.costs.operators.graph import OpKind, Phase, ProductShape
 from mmtrain.costs.operators.tape import Gradients, Parameter, Var
 from mmtrain.spec.work_size import Rates
 
@@ -237,7 +237,7 @@ class Attention:
 
     name: str
     pairs: Rates
-    """(query, key) pairs of this rank's queries, of one head."""
+    """The (query, key) pairs of this rank's queries, of one head."""
     head_dim: float
 
     def __call__(self, query: Var, *keys: Var) -> Var:
@@ -247,7 +247,7 @@ class Attention:
         result = tape.var(self.name, rows=query.rows, columns=query.columns, needs_grad=needs_grad)
         flops = self.pairs * (4 * query.columns)
         read = sum((x.num_bytes for x in operands), Rates())
-        shape = Shape(m=query.rows, n=self.pairs, k=Rates(fixed=self.head_dim))
+        shape = ProductShape(m=query.rows, n=self.pairs, k=Rates(fixed=self.head_dim))
         tensors = tuple(x.tensor for x in operands)
         tape.op(
             self.name,
@@ -356,7 +356,7 @@ class ChunkedHead:
     chunk_tokens: int
     """Positions of a piece."""
     repeats: bool
-    """It is a part."""
+    """Whether it is a part of the tokens, whose backward repeats the product."""
     trainable: bool = True
 
     def __call__(self, x: Var) -> Var:

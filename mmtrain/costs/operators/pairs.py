@@ -23,7 +23,7 @@ def contrast(tape: Tape, layer: LayerSpec, *, input_grad: bool) -> Var:
     read = normed_bytes + of_pair
 
     def product(name: str, phase: Phase, times: int, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> None:
-        """As many products, each of the FLOPs of the forward one."""
+        """Adds this many products, each with the FLOPs of the forward one."""
         k, flops = Rates(fixed=width), layer.attention_flops * times
         tape.product(
             name, pairs, pairs, k, flops=flops, num_bytes=read * times, phase=phase, inputs=inputs, outputs=outputs

@@ -15,7 +15,7 @@ Source: PipeWeaver's SEMU, section 4.1 (gradient and weight backward of a linear
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from mmtrain.costs.operators.graph import Device, DeviceKind, Graph, Operator, OpKind, Phase, Shape, TensorNode
+from mmtrain.costs.operators.graph import Device, DeviceKind, Graph, Operator, OpKind, Phase, ProductShape, TensorNode
 from mmtrain.spec.work_size import ZERO_RATES, Rates
 
 
@@ -99,7 +99,7 @@ class Tape:
         flops: Rates = ZERO_RATES,
         mem_bytes: Rates = ZERO_RATES,
         net_bytes: Rates = ZERO_RATES,
-        shape: Shape | None = None,
+        shape: ProductShape | None = None,
         launches: int = 1,
     ) -> None:
         """Adds an operator.
@@ -205,7 +205,7 @@ class Tape:
             outputs=outputs,
             flops=flops,
             mem_bytes=num_bytes,
-            shape=Shape(m=m, n=n, k=k),
+            shape=ProductShape(m=m, n=n, k=k),
         )
 
     def accumulate(self, name: str, parameter: Parameter, gradient: int, phase: Phase) -> None:

@@ -16,7 +16,7 @@ from mmtrain.costs.operators.cluster import Cluster
 from mmtrain.costs.operators.graph import Graph, OpKind, Phase
 from mmtrain.costs.operators.hardware import Hardware, load_hardware
 from mmtrain.costs.operators.latency import Latencies
-from mmtrain.costs.profile.fits import Array, non_negative_least_squares
+from mmtrain.costs.profile.fits import Floats, non_negative_least_squares
 from mmtrain.costs.profile.profile import LayerProfile, Profile
 from mmtrain.spec.builders import DTYPE_BYTES
 from mmtrain.spec.spec import ModelSpec, ModuleSpec
@@ -124,7 +124,7 @@ _KINDS = (
 """Kinds that compute."""
 
 
-def _seconds_by_kind(graph: Graph, phases: tuple[Phase, ...], seconds: Array, launches_s: Array) -> Array:
+def _seconds_by_kind(graph: Graph, phases: tuple[Phase, ...], seconds: Floats, launches_s: Floats) -> Floats:
     """[kinds + 1]: seconds in some phases, by kind of operator and without launches, then those of all launches.
 
     Args: seconds, launches_s: [operators] seconds of each, launches included, and of its launches.
@@ -137,7 +137,7 @@ def _seconds_by_kind(graph: Graph, phases: tuple[Phase, ...], seconds: Array, la
 
 
 def _layers(profile: Profile, spec: ModelSpec) -> Iterator[tuple[ModuleSpec, int, LayerProfile]]:
-    """(module, layer index, profile) of the first layer of each kind."""
+    """The module, layer index and profile of the first layer of each kind."""
     yielded: set[int] = set()
     for module in spec.modules:
         for index, layer in enumerate(module.layers):

@@ -19,7 +19,7 @@ from mmtrain.spec.work_size import WorkSize
 FEATURES = ("row", "pair", "window_pair", "output", "cross_pair", "text", "clip", "fixed")
 """Names of the weights of a `SizeFit`, in the order of the columns of a fit; `fixed` is the time of one call."""
 
-Array = npt.NDArray[np.float64]
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ def _features(size: WorkSize) -> tuple[float, ...]:
     return (size.rows, size.pairs, size.window_pairs, size.outputs, *of_clips, 1.0)
 
 
-def non_negative_least_squares(matrix: Array, target: Array) -> Array:
+def non_negative_least_squares(matrix: Floats, target: Floats) -> Floats:
     """[columns]: the x >= 0 with the least |matrix x - target|; ties go to the fewest, then to the first columns.
 
     It is exact: it solves the least squares of every subset of columns, which is cheap for at most 8 columns.

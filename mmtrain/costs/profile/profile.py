@@ -41,7 +41,7 @@ _SIZES = tuple(f.name for f in fields(WorkSize))
 _FIRST_SIZES = _SIZES[:4]
 """Sizes of works without clips; the others are written only for layers whose works have clips."""
 _EARLIER_SIZES = _SIZES[:7]
-"""Of clips, in profiles made when each of them was one call."""
+"""The sizes of clips in profiles that were made when each clip was one call."""
 _CLIP_WEIGHTS = ("cross_pair", "text", "clip")
 """Weights of a `SizeFit` that are written only if they are not 0."""
 

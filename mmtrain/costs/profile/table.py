@@ -32,7 +32,7 @@ class _Column:
     head: str
     scale: float
     clips: bool | None = None
-    """True: a column of models with a DiT; False: of other models; None: of all."""
+    """The models that have the column. True: a column of models with a DiT; False: of other models; None: of all."""
 
 
 _COLUMNS = (

@@ -8,9 +8,9 @@ from PIL import Image, ImageDraw
 
 from mmtrain.data.toy.folder import COLOURS
 
-Kind = Literal["bar", "line", "pie"]
+ChartKind = Literal["bar", "line", "pie"]
 
-KINDS: tuple[Kind, ...] = ("bar", "line", "pie")
+KINDS: tuple[ChartKind, ...] = ("bar", "line", "pie")
 MAX_VALUE = 9
 """Values of bars and points are 1 .. 9; there is a grid line at every second unit."""
 
@@ -18,10 +18,10 @@ _WHITE, _BLACK, _GRID = (255, 255, 255), (0, 0, 0), (205, 205, 205)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chart:
+class DrawnChart:
     """One chart and the size of its image."""
 
-    kind: Kind
+    kind: ChartKind
     values: tuple[int, ...]
     """Height of each bar or point, or weight of each slice, in order (slices clockwise from the top)."""
     colours: tuple[str, ...]
@@ -36,7 +36,7 @@ class Chart:
         assert all(1 <= value <= MAX_VALUE for value in self.values), self
 
 
-def draw(chart: Chart) -> Image.Image:
+def draw(chart: DrawnChart) -> Image.Image:
     """The RGB image of a chart; equal charts give equal pixels."""
     image = Image.new("RGB", (chart.width, chart.height), _WHITE)
     pen = ImageDraw.Draw(image)
@@ -67,7 +67,7 @@ def draw(chart: Chart) -> Image.Image:
     return image
 
 
-def _draw_pie(pen: ImageDraw.ImageDraw, chart: Chart) -> None:
+def _draw_pie(pen: ImageDraw.ImageDraw, chart: DrawnChart) -> None:
     radius = 0.46 * min(chart.width, chart.height)
     x, y = chart.width / 2, chart.height / 2
     total, start = sum(chart.values), -90.0

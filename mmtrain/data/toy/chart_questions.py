@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mmtrain.data.toy.chart_drawing import KINDS, MAX_VALUE, Chart, Kind
+from mmtrain.data.toy.chart_drawing import KINDS, MAX_VALUE, ChartKind, DrawnChart
 from mmtrain.data.toy.decks import Decks
 from mmtrain.data.toy.folder import COLOURS
 
@@ -31,9 +31,9 @@ _MARKS = {"bar": "bar", "line": "point", "pie": "slice"}
 class Conversation:
     """Charts, the turns about them, and their difficulty."""
 
-    charts: tuple[Chart, ...]
+    charts: tuple[DrawnChart, ...]
     turns: tuple[tuple[str, str], ...]
-    """(question, answer), without placeholders."""
+    """The questions and their answers, without placeholders."""
     grade: str
 
     @property
@@ -89,29 +89,29 @@ class ConversationMaker:
 
     def _chart(
         self,
-        kind: Kind,
+        kind: ChartKind,
         values: Sequence[int],
         colours: Sequence[str] | None = None,
         largest: int = LARGEST_SIDE,
-    ) -> Chart:
+    ) -> DrawnChart:
         """A chart of random size; without colours: one for all bars, distinct ones for slices."""
         if colours is None:
             one = self._random.choice(_NAMES)
             colours = self._random.sample(_NAMES, len(values)) if kind == "pie" else [one] * len(values)
         width, height = self._size(largest)
-        return Chart(kind=kind, values=tuple(values), colours=tuple(colours), width=width, height=height)
+        return DrawnChart(kind=kind, values=tuple(values), colours=tuple(colours), width=width, height=height)
 
-    def _values(self, kind: Kind, count: int) -> list[int]:
+    def _values(self, kind: ChartKind, count: int) -> list[int]:
         # With a thin slice or a low bar, counting would depend on the resolution.
         lowest = 3 if kind == "pie" else 2
         return [self._random.randint(lowest, MAX_VALUE) for _ in range(count)]
 
-    def _any_chart(self, kind: Kind | None = None, largest: int = LARGEST_SIDE, colour: str = "") -> Chart:
-        chosen: Kind = self._random.choice(KINDS) if kind is None else kind
+    def _any_chart(self, kind: ChartKind | None = None, largest: int = LARGEST_SIDE, colour: str = "") -> DrawnChart:
+        chosen: ChartKind = self._random.choice(KINDS) if kind is None else kind
         count = self._random.choice(_COUNTS)
         return self._chart(chosen, self._values(chosen, count), [colour] * count if colour else None, largest)
 
-    def _one(self, grade: str, chart: Chart, question: str, answer: object) -> Conversation:
+    def _one(self, grade: str, chart: DrawnChart, question: str, answer: object) -> Conversation:
         return Conversation(charts=(chart,), turns=((question, str(answer)),), grade=grade)
 
     # ------------------------------------------------------------------------------------ easy
@@ -142,7 +142,7 @@ class ConversationMaker:
     # ------------------------------------------------------------------------------------ medium
 
     def _extreme_colour(self) -> Conversation:
-        kind: Kind = self._draw("kind of extreme", ("bar", "pie"))
+        kind: ChartKind = self._draw("kind of extreme", ("bar", "pie"))
         largest = self._draw(f"largest {kind}", (True, False))
         answer = self._draw(f"extreme colour {kind} {largest}", _NAMES)
         count = self._random.randint(2, 5)
@@ -191,7 +191,7 @@ class ConversationMaker:
     # ------------------------------------------------------------------------------------ hard
 
     def _value(self) -> Conversation:
-        kind: Kind = self._draw("kind of value", ("bar", "line"))
+        kind: ChartKind = self._draw("kind of value", ("bar", "line"))
         answer = self._draw(f"value {kind}", range(1, MAX_VALUE + 1))
         values = self._values(kind, self._random.choice(_COUNTS))
         index = self._random.randrange(len(values))

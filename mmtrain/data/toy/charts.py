@@ -43,7 +43,7 @@ def chart_texts(count: int, seed: int) -> Iterator[str]:
 
 
 def blind_accuracy(known: Iterable[Conversation], asked: Iterable[Conversation]) -> dict[str, float]:
-    """For each grade with images, the accuracy on `asked` of a guess that does not look at them.
+    """The accuracy on `asked` of a guess that does not look at the images, for each grade with images.
 
     The guess is the most frequent answer in `known` to the same question (with as many images): the accuracy of a
     perfect model that cannot see.
@@ -64,7 +64,7 @@ def blind_accuracy(known: Iterable[Conversation], asked: Iterable[Conversation])
 
 
 def _asked(conversation: Conversation) -> Iterator[tuple[object, str]]:
-    """(the information without the images, answer) of each turn."""
+    """The information without the images, and the answer, of each turn."""
     for turn, (question, answer) in enumerate(conversation.turns):
         yield (len(conversation.charts), conversation.turns[:turn], question), answer
 

@@ -64,12 +64,12 @@ def _nearest(value: npt.NDArray[np.float64], table: dict[str, tuple[int, int, in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class ClipVerdict:
     """How many of some clips show what their captions say."""
 
     num_clips: int
     right: int
-    """In background, colour and direction."""
+    """The number that is right in background, colour and direction."""
     background: int
     colour: int
     direction: int
@@ -82,10 +82,10 @@ class Verdict:
         )
 
 
-def judge(clips: Iterable[npt.NDArray[np.uint8]], captions: Sequence[str]) -> Verdict:
+def judge(clips: Iterable[npt.NDArray[np.uint8]], captions: Sequence[str]) -> ClipVerdict:
     """The verdict on clips, [F, H, W, 3] pixels each. Args: captions: of the easy level, one of each clip."""
     checks = [see(clip).agrees(caption) for clip, caption in zip(clips, captions, strict=True)]
     background, colour, direction = (sum(check[i] for check in checks) for i in range(3))
-    return Verdict(
+    return ClipVerdict(
         num_clips=len(checks), right=sum(map(all, checks)), background=background, colour=colour, direction=direction
     )

@@ -72,9 +72,9 @@ class DataSet(Generic[T]):
     """What a built-in data set is made of."""
 
     kind: str
-    """Its name in the command."""
+    """The name of the kind in the command."""
     samples: Callable[[str, int, int], Iterator[T]]
-    """(split, count, seed) -> samples, not drawn."""
+    """A function (split, count, seed) -> samples, not yet drawn."""
     row: Callable[[T], Mapping[str, Any]]
     """Draws a sample: column -> value."""
     features: Mapping[str, Any]
@@ -82,7 +82,7 @@ class DataSet(Generic[T]):
     images: str
     """The column of images."""
     card: Callable[[Summary, int, int], str]
-    """(size, num_samples, seed) -> the data set card."""
+    """A function (size, num_samples, seed) -> the data set card."""
 
     def make(
         self,
@@ -101,7 +101,7 @@ class DataSet(Generic[T]):
             num_samples: of both splits together.
             validation_fraction: share of them in the validation split, which has charts, or combinations of colour,
                 shape and motion, of its own.
-            progress: told about every sample.
+            progress: called after every sample.
         Raises: ConfigError: num_samples too small, the fraction outside of (0, 1), or `out` exists.
         """
         splits = split_sizes(self.kind, num_samples, seed, validation_fraction)
@@ -110,7 +110,7 @@ class DataSet(Generic[T]):
             made = num_images = num_bytes = 0
             for split, count in splits.items():
                 path = aside / "data" / f"{split}-00000-of-00001.parquet"
-                samples = told(self.samples(split, count, seed), progress, made, num_samples)
+                samples = with_progress(self.samples(split, count, seed), progress, made, num_samples)
                 num_images += write_rows(path, map(self.row, samples), self.features, self.images)
                 num_bytes += path.stat().st_size
                 made += count
@@ -124,7 +124,7 @@ class DataSet(Generic[T]):
         return summary
 
 
-def told(samples: Iterable[T], progress: Progress | None, before: int, total: int) -> Iterator[T]:
+def with_progress(samples: Iterable[T], progress: Progress | None, before: int, total: int) -> Iterator[T]:
     """The samples; reports progress after each one. Args: before: samples made earlier."""
     for index, sample in enumerate(samples, before + 1):
         yield sample

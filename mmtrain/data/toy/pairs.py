@@ -14,7 +14,7 @@ from typing import Any
 from PIL import Image
 
 from mmtrain.data.toy.folder import COLOURS, DataSet, Summary, card_head, image_value
-from mmtrain.data.toy.shape_clips import BACKGROUNDS, KINDS, SIZES, Kind, Shape, ShapeClip, draw
+from mmtrain.data.toy.shape_clips import BACKGROUNDS, KINDS, SIZES, MovingShape, ShapeClip, ShapeKind, draw
 
 SIDE = 32
 """Pixels along a side of an image."""
@@ -27,7 +27,7 @@ PLACES = {
 }
 """Words -> x and y of the centre, as parts of the sides."""
 _OFF = 0.05
-"""By how much a shape may be beside its place."""
+"""The largest distance of a shape from its place."""
 _FORMS = ("a {size} {colour} {kind} {place} on {ground}", "on {ground}, a {size} {colour} {kind} {place}")
 _HELD_OUT = 7
 """One in this many combinations of colour, kind and place is in the validation split only."""
@@ -38,25 +38,25 @@ _FEATURES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class CaptionedImage:
     """One image, not drawn, and its caption."""
 
     clip: ShapeClip
-    """Of one frame, with one shape."""
+    """A clip of one frame, with one shape."""
 
     @property
     def caption(self) -> str:
-        """What is seen."""
+        """A description of what the image shows."""
         return self.clip.caption
 
 
-def held_out(colour: str, kind: Kind, place: str) -> bool:
+def held_out(colour: str, kind: ShapeKind, place: str) -> bool:
     """Whether a combination belongs to the validation split, for every seed."""
     indices = list(COLOURS).index(colour), KINDS.index(kind), list(PLACES).index(place)
     return (2 * indices[0] + 3 * indices[1] + indices[2]) % _HELD_OUT == 0
 
 
-def pairs(split: str, count: int, seed: int) -> Iterator[Pair]:
+def pairs(split: str, count: int, seed: int) -> Iterator[CaptionedImage]:
     """The pairs of a split, not drawn; the first ones of a longer split are the same. No caption comes again before
     all others have been there."""
     rng = random.Random(f"pairs/{split}/{seed}")
@@ -71,15 +71,15 @@ def pairs(split: str, count: int, seed: int) -> Iterator[Pair]:
         yield _pair(rng, *seen[number % len(seen)])
 
 
-def _pair(rng: random.Random, colour: str, kind: Kind, place: str, size: str, ground: str) -> Pair:
+def _pair(rng: random.Random, colour: str, kind: ShapeKind, place: str, size: str, ground: str) -> CaptionedImage:
     x, y = (centre + rng.uniform(-_OFF, _OFF) for centre in PLACES[place])
-    shape = Shape(kind=kind, colour=colour, size=size, motion="still", speed="", x=x, y=y, heading=1)
+    shape = MovingShape(kind=kind, colour=colour, size=size, motion="still", speed="", x=x, y=y, heading=1)
     caption = rng.choice(_FORMS).format(size=size, colour=colour, kind=kind, place=place, ground=ground)
     clip = ShapeClip(shapes=(shape,), background=ground, num_frames=1, height=SIDE, width=SIDE, caption=caption)
-    return Pair(clip=clip)
+    return CaptionedImage(clip=clip)
 
 
-def _row(pair: Pair) -> dict[str, Any]:
+def _row(pair: CaptionedImage) -> dict[str, Any]:
     return {"image": image_value(Image.fromarray(draw(pair.clip)[0])), "caption": pair.caption}
 
 

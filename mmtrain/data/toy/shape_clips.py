@@ -10,11 +10,11 @@ import numpy as np
 
 from mmtrain.data.toy.folder import COLOURS
 
-Kind = Literal["circle", "square", "triangle", "diamond", "cross"]
+ShapeKind = Literal["circle", "square", "triangle", "diamond", "cross"]
 Motion = Literal["right", "left", "up", "down", "still", "sideways", "vertical"]
 """A direction; at rest; or bouncing off two opposite edges."""
 
-KINDS: tuple[Kind, ...] = ("circle", "square", "triangle", "diamond", "cross")
+KINDS: tuple[ShapeKind, ...] = ("circle", "square", "triangle", "diamond", "cross")
 MOTIONS: tuple[Motion, ...] = ("right", "left", "up", "down", "still", "sideways", "vertical")
 BACKGROUNDS = {"black": (0, 0, 0), "white": (255, 255, 255), "grey": (128, 128, 128)}
 SIZES = {"small": 0.13, "large": 0.23}
@@ -41,7 +41,7 @@ EASY_BUCKET = (EASY_FRAMES, EASY_SIDE, EASY_SIDE)
 """Frames, height and width of a clip of the easy level."""
 
 _EASY_SIZE, _EASY_SPEED = "", "steadily"
-"""Not said in captions."""
+"""Size and speed of the easy level, which captions do not name."""
 _RADII = SIZES | {_EASY_SIZE: 0.237}
 _RATES = SPEEDS | {"": 0.0, _EASY_SPEED: 7 / 6}
 
@@ -63,10 +63,10 @@ _BOUNCES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class MovingShape:
     """One shape and its path through the clip."""
 
-    kind: Kind
+    kind: ShapeKind
     colour: str
     size: str
     """A word of `SIZES`; empty at the easy level."""
@@ -78,7 +78,7 @@ class Shape:
     y: float
     """y of its centre, as a part of the frame's height."""
     heading: int
-    """-1 or 1: first direction of a bouncing shape (left or up; right or down)."""
+    """The first direction of a bouncing shape: -1 (left or up) or 1 (right or down)."""
 
     @property
     def combination(self) -> tuple[str, str, str]:
@@ -90,8 +90,8 @@ class Shape:
 class ShapeClip:
     """One clip: up to three shapes on a plain background."""
 
-    shapes: tuple[Shape, ...]
-    """In the order of the caption."""
+    shapes: tuple[MovingShape, ...]
+    """The shapes in the order of the caption."""
     background: str
     num_frames: int
     height: int
@@ -126,7 +126,7 @@ class ClipMaker:
         num_frames = rng.choice(NUM_FRAMES)
         height, width = rng.choice(FRAME_SIZES)
         background = rng.choice(tuple(BACKGROUNDS))
-        shapes: list[Shape] = []
+        shapes: list[MovingShape] = []
         for _ in range(rng.choice((1, 1, 2, 3))):
             used = {shape.colour for shape in shapes}
             free = [found for found in self._combinations if found[0] not in used]
@@ -140,7 +140,9 @@ class ClipMaker:
             caption=self._caption(shapes, background),
         )
 
-    def _shape(self, combination: tuple[str, Kind, Motion], num_frames: int, height: int, width: int) -> Shape:
+    def _shape(
+        self, combination: tuple[str, ShapeKind, Motion], num_frames: int, height: int, width: int
+    ) -> MovingShape:
         rng = self._random
         colour, kind, motion = combination
         size = rng.choice(tuple(SIZES))
@@ -158,20 +160,20 @@ class ClipMaker:
             x = _before_edge(low_x, travel, heading)
         elif motion == "vertical":
             y = _before_edge(low_y, travel, heading)
-        return Shape(kind=kind, colour=colour, size=size, motion=motion, speed=speed, x=x, y=y, heading=heading)
+        return MovingShape(kind=kind, colour=colour, size=size, motion=motion, speed=speed, x=x, y=y, heading=heading)
 
     def _start(self, edge: float, travel: float, sign: int) -> float:
         """The start of a shape that moves in one direction and stays within the edges."""
         from_behind = self._random.uniform(edge, max(edge, 1 - edge - travel))
         return from_behind if sign > 0 else 1 - from_behind
 
-    def _caption(self, shapes: list[Shape], background: str) -> str:
+    def _caption(self, shapes: list[MovingShape], background: str) -> str:
         parts = [self._phrase(shape) for shape in shapes]
         text = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
         form = self._random.choice(("{} on {}", "{} on a {} background", "on a {1} background {0}"))
         return form.format(text, background)
 
-    def _phrase(self, shape: Shape) -> str:
+    def _phrase(self, shape: MovingShape) -> str:
         rng = self._random
         if shape.motion == "still":
             what = rng.choice(_STILL)
@@ -202,7 +204,7 @@ class EasyClipMaker:
         edge = 0.88 * _RADII[_EASY_SIZE]
         travel = _RATES[_EASY_SPEED] * (EASY_FRAMES - 1) / FPS
         from_behind = rng.uniform(edge, 1 - edge - travel)
-        shape = Shape(
+        shape = MovingShape(
             kind="square",
             colour=colour,
             size=_EASY_SIZE,
@@ -256,7 +258,7 @@ def draw(clip: ShapeClip) -> np.ndarray:
     return np.rint(frames).astype(np.uint8)
 
 
-def _path(shape: Shape, clip: ShapeClip) -> tuple[np.ndarray, np.ndarray]:
+def _path(shape: MovingShape, clip: ShapeClip) -> tuple[np.ndarray, np.ndarray]:
     """Centre of a shape in each frame, in pixels."""
     time_s = np.arange(clip.num_frames) / FPS
     x, y = np.full(clip.num_frames, shape.x), np.full(clip.num_frames, shape.y)
@@ -280,7 +282,7 @@ def _reflected(position: np.ndarray, edge: float) -> np.ndarray:
     return edge + np.minimum(phase, 2 * room - phase)
 
 
-def _outside(kind: Kind, dx: np.ndarray, dy: np.ndarray, radius: float) -> np.ndarray:
+def _outside(kind: ShapeKind, dx: np.ndarray, dy: np.ndarray, radius: float) -> np.ndarray:
     """Approximate distance in pixels of a point from a shape; negative inside."""
     if kind == "circle":
         return np.asarray(np.hypot(dx, dy) - radius)

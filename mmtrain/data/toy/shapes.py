@@ -37,14 +37,14 @@ _FEATURES = {
 }
 """Column types in the form that `datasets` keeps in a parquet file's metadata."""
 
-Level = Literal["full", "easy"]
+ShapesLevel = Literal["full", "easy"]
 """full: up to three shapes of all kinds and motions; easy: one square, 12 captions."""
 
 _ZOOM = 3
 _EASY_NAME = "One moving square"
 
 
-def shape_clips(split: str, count: int, seed: int, level: Level = "full") -> Iterator[ShapeClip]:
+def shape_clips(split: str, count: int, seed: int, level: ShapesLevel = "full") -> Iterator[ShapeClip]:
     """The clips of a split, not drawn; the first ones of a longer split are the same."""
     if level == "easy":
         make: EasyClipMaker | ClipMaker = EasyClipMaker(f"shapes/easy/{split}/{seed}")

@@ -40,10 +40,10 @@ class Heard:
     """A sound as a value."""
 
     tones: tuple[tuple[float, float, float, float], ...]
-    """(start and end in seconds, first and last hertz) of each tone, apart from each other."""
+    """The start and end in seconds and the first and last hertz of each tone; tones are apart from each other."""
     seconds: float
     seed: int
-    """Of its quiet noise."""
+    """The seed of its quiet noise."""
 
     def samples(self) -> np.ndarray:
         """[samples] float64: tones that fade in and out, and noise."""

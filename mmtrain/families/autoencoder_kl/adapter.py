@@ -12,7 +12,7 @@ _PIXELS_AT_ONCE = 1 << 20
 
 
 class AutoencoderKL(VaeAdapter):
-    """Each frame by itself, as an image."""
+    """The VAE of images, which encodes each frame by itself."""
 
     name = "AutoencoderKL"
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import partial
 
 from mmtrain.families.composite import CONTRAST, Composite, Part, Spelling
-from mmtrain.families.family import CLIP_MEAN, CLIP_STD, Encoder, Family, Images
+from mmtrain.families.family import CLIP_MEAN, CLIP_STD, Encoder, Family, ImageDefaults
 from mmtrain.families.texts import TOWER
 from mmtrain.families.towers import KEYS, SIZES, TABLE, fixed_size
 
@@ -34,7 +34,7 @@ FAMILY = Family(
             # Not run: the norm behind the last block is for the pooled class token alone.
             shape=partial(fixed_size, class_token=True, embed_norm=True, embed_bias=False),
             table=replace(TABLE, embed={"vision.embeddings": "whole", "vision.pre_layrnorm": "whole"}),
-            images=Images(layout="cropped", processor="CLIPImageProcessor", mean=CLIP_MEAN, std=CLIP_STD),
+            images=ImageDefaults(layout="cropped", processor="CLIPImageProcessor", mean=CLIP_MEAN, std=CLIP_STD),
             pooling="token",
             embedding="projection_dim",
         )

@@ -38,7 +38,7 @@ class CaptionTower(CLIPTextModel):
 
 
 def _init_projection(projection: nn.Module, config: Any) -> None:
-    """As `CLIPModel` does."""
+    """Initialises a projection as `CLIPModel` does."""
     nn.init.normal_(projection.weight, std=config.hidden_size**-0.5 * config.initializer_factor)
 
 

@@ -2,6 +2,6 @@
 
 from functools import partial
 
-from mmtrain.models.adapters import Decoder
+from mmtrain.models.adapters import LanguageDecoder
 
-ADAPTERS = {"llama": partial(Decoder, "Llama")}
+ADAPTERS = {"llama": partial(LanguageDecoder, "Llama")}

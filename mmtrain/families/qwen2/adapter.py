@@ -2,6 +2,6 @@
 
 from functools import partial
 
-from mmtrain.models.adapters import Decoder
+from mmtrain.models.adapters import LanguageDecoder
 
-ADAPTERS = {"qwen2": partial(Decoder, "Qwen2")}
+ADAPTERS = {"qwen2": partial(LanguageDecoder, "Qwen2")}

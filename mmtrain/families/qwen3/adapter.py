@@ -2,6 +2,6 @@
 
 from functools import partial
 
-from mmtrain.models.adapters import Decoder
+from mmtrain.models.adapters import LanguageDecoder
 
-ADAPTERS = {"qwen3": partial(Decoder, "Qwen3")}
+ADAPTERS = {"qwen3": partial(LanguageDecoder, "Qwen3")}

@@ -3,7 +3,7 @@
 from functools import partial
 
 from mmtrain.families.composite import CONTRAST, Composite, Part, removed
-from mmtrain.families.family import Encoder, Family, Images
+from mmtrain.families.family import Encoder, Family, ImageDefaults
 from mmtrain.families.texts import TOWER
 from mmtrain.families.towers import KEYS, SIZES, TABLE, fixed_size
 
@@ -22,7 +22,7 @@ FAMILY = Family(
             sizes=SIZES,
             shape=partial(fixed_size, final_norm=True),
             table=TABLE,
-            images=Images(layout="fixed", processor="SiglipImageProcessor"),
+            images=ImageDefaults(layout="fixed", processor="SiglipImageProcessor"),
             pooling="attention",
             embedding="hidden_size",
             pools="vision_use_head",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mmtrain.families.composite import removed
-from mmtrain.families.family import Encoder, Family, Images
+from mmtrain.families.family import Encoder, Family, ImageDefaults
 from mmtrain.families.shapes import VisionShape, check_square
 from mmtrain.families.towers import KEYS, SIZES, TABLE, tower_shape
 
@@ -30,7 +30,7 @@ FAMILY = Family(
             sizes=SIZES,
             shape=_shape,
             table=TABLE,
-            images=Images(layout="filled", resample="BILINEAR"),
+            images=ImageDefaults(layout="filled", resample="BILINEAR"),
         )
     },
 )

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mmtrain.families.composite import removed
-from mmtrain.families.family import Encoder, Family, Images
+from mmtrain.families.family import Encoder, Family, ImageDefaults
 from mmtrain.families.shapes import VisionShape
 from mmtrain.families.tensor_table import TensorTable, block_styles
 from mmtrain.families.towers import SIZES, fixed_size
@@ -50,7 +50,7 @@ FAMILY = Family(
                 embed={"vision.embeddings": "whole"},
                 norm={"vision.layernorm": "norm"},
             ),
-            images=Images(layout="fixed", resample="BILINEAR"),
+            images=ImageDefaults(layout="fixed", resample="BILINEAR"),
         )
     },
 )

@@ -1,4 +1,4 @@
-"""Which kernels compute attention: the one place that decides, and says why."""
+"""The choice of the kernels that compute attention: the one place that decides, and says why."""
 
 from typing import Literal, NamedTuple
 
@@ -18,16 +18,16 @@ class Operands(NamedTuple):
     """What kernels are chosen by, of query, key and value."""
 
     device: str
-    """Its type."""
+    """The type of the device."""
     capability: tuple[int, int]
     """Compute capability of a CUDA device; (0, 0) of another one."""
     dtype: torch.dtype
     columns: int
-    """Of a head."""
+    """The columns of a head."""
 
     @classmethod
     def on(cls, device: torch.device, dtype: torch.dtype, columns: int) -> "Operands":
-        """Those on a device."""
+        """The operands on a device."""
         return cls(device.type, capability_of(device), dtype, columns)
 
     def __str__(self) -> str:
@@ -38,9 +38,10 @@ class Kernels(NamedTuple):
     """The kernels that compute attention of some operands."""
 
     plain: Literal["sdpa", "varlen", "flex"]
-    """Of segments that attend within themselves, all or causally, or to a slice of keys that is theirs alone."""
+    """The kernel of segments that attend within themselves, all or causally, or to a slice of keys that is theirs
+    alone."""
     masked: Literal["sdpa", "flex"]
-    """Of all other masks."""
+    """The kernel of all other masks."""
     why: str
     """Why `plain` is not varlen; empty: it is."""
 
@@ -120,5 +121,5 @@ def check_backend(config: Config, device: torch.device) -> None:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Its name without the module's."""
+    """The name of a dtype without its module."""
     return str(dtype).removeprefix("torch.")

@@ -62,7 +62,7 @@ class _Piecewise(torch.autograd.Function):
         ctx.pieces, ctx.scale = pieces, scale
         out = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
         for piece in pieces:
-            q, k, v = _slices(piece, query, key, value)
+            q, k, v = piece_slices(piece, query, key, value)
             out[:, slice(*piece.rows)] = _attend(piece, q, k, v, bits, scale)
         return out
 
@@ -76,7 +76,7 @@ class _Piecewise(torch.autograd.Function):
         grad_key, grad_value = torch.zeros_like(key, dtype=dtype), torch.zeros_like(value, dtype=dtype)
         for piece in ctx.pieces:
             rows, keys = slice(*piece.rows), slice(*piece.keys)
-            leaves = [x.detach().requires_grad_() for x in _slices(piece, query, key, value)]
+            leaves = [x.detach().requires_grad_() for x in piece_slices(piece, query, key, value)]
             with torch.enable_grad():
                 out = _attend(piece, leaves[0], leaves[1], leaves[2], bits, ctx.scale)
             grads = torch.autograd.grad(out, leaves, grad[:, rows])
@@ -86,9 +86,17 @@ class _Piecewise(torch.autograd.Function):
         return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, None, None
 
 
-def _slices(piece: Piece, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def piece_slices(piece: Piece, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows and keys of a piece, as views. Shapes: query [1, H, Q, E]; key and value [1, K, T, E]."""
     keys = slice(*piece.keys)
     return query[:, :, slice(*piece.rows)], key[:, :, keys], value[:, :, keys]
+
+
+def in_parts(piece: Piece, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Rows or keys of a piece, [1, heads, parts x rows, E] each, as views [parts, heads, rows, E]."""
+    if piece.parts == 1:
+        return tensors
+    return tuple(x[0].unflatten(1, (piece.parts, -1)).transpose(0, 1) for x in tensors)
 
 
 def _attend(piece: Piece, query: Tensor, key: Tensor, value: Tensor, bits: Tensor | None, scale: float) -> Tensor:
@@ -99,9 +107,8 @@ def _attend(piece: Piece, query: Tensor, key: Tensor, value: Tensor, bits: Tenso
     if grouped and not native:
         repeats = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    if piece.parts > 1:  # [1, H, parts x rows, E] -> [parts, H, rows, E], a view
-        query, key, value = (x[0].unflatten(1, (piece.parts, -1)).transpose(0, 1) for x in (query, key, value))
-    mask = None if piece.kind == "all" or piece.is_plain_causal else _mask(piece, bits)
+    query, key, value = in_parts(piece, query, key, value)
+    mask = piece_mask(piece, bits)
     out = nn.functional.scaled_dot_product_attention(
         query,
         key,
@@ -114,8 +121,10 @@ def _attend(piece: Piece, query: Tensor, key: Tensor, value: Tensor, bits: Tenso
     return out.transpose(1, 2).flatten(0, 1)[None]
 
 
-def _mask(piece: Piece, bits: Tensor | None) -> Tensor:
-    """Which of its keys each row of a piece sees, [rows, keys]."""
+def piece_mask(piece: Piece, bits: Tensor | None) -> Tensor | None:
+    """Which of its keys each row of a piece sees, [rows, keys]; None: all, or as `is_plain_causal`."""
+    if piece.kind == "all" or piece.is_plain_causal:
+        return None
     assert bits is not None
     low, high = piece.keys
     positions = torch.arange(low, high, device=bits.device)

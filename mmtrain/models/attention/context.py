@@ -20,6 +20,8 @@ from mmtrain.modality.bitfield import Bits
 from mmtrain.models.attention.backend import Backend, Kernels, Operands, choose_kernels
 from mmtrain.models.attention.blockwise import diagonal_attention, piecewise_attention
 from mmtrain.models.attention.flex import RowBlocks, block_attention, make_row_blocks
+from mmtrain.models.attention.operator import Operands as PieceTensors
+from mmtrain.models.attention.operator import attention_in_pieces, operands_of
 from mmtrain.models.attention.pieces import Piece, find_runs, is_block_diagonal, make_pieces
 from mmtrain.models.attention.varlen import MOST_CALLS, VarlenCall, group_runs, make_call, varlen_attention
 from mmtrain.models.transfer import to_device
@@ -65,6 +67,8 @@ class AttentionContext:
         choices: how it is computed.
         """
         self.bits, self.rows, self.gather, self.choices = bits, rows, gather, choices
+        self.prepared: tuple[VarlenCall, ...] | PieceTensors | None = None
+        """What compiled blocks need, see `prepare`."""
         self._on_device: dict[Any, Any] = {}
 
     @cached_property
@@ -117,6 +121,21 @@ class AttentionContext:
             lambda: make_row_blocks(self.bits, self.rows, device, most=most, heads=heads),
         )
         return blocks
+
+    def prepare(self, operands: Operands) -> None:
+        """Makes the tensors that blocks need which are compiled, with such operands, before one of them is called.
+
+        Where one operator computes the mask they have that in their graph; anything else runs between two graphs.
+        """
+        device = torch.device(operands.device)
+        kernels = choose_kernels(self.choices.backend, operands)
+        self.prepared = None
+        if self.gather is not None or not self.has_rows:
+            return
+        if kernels.plain == "varlen":
+            self.prepared = self.varlen_calls(device) or None
+        if self.prepared is None and device.type == "cpu":
+            self.prepared = self._once("pieces", lambda: operands_of(self.pieces, self.device_bits(device)))
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._on_device:
@@ -176,15 +195,34 @@ def packed_attention(
     assert context is not None
     assert dropout == 0.0
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if torch.compiler.is_compiling():
+        return _attend_compiled(context, query, key, value, scale), None
+    return _attend_gathered(context, query, key, value, scale), None
+
+
+def _attend_compiled(context: AttentionContext, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """What a compiler traces."""
+    if context.prepared is None:
+        return _between_graphs(context, query, key, value, scale)
+    if isinstance(context.prepared, PieceTensors):
+        return attention_in_pieces(query, key, value, context.prepared, scale)
+    return varlen_attention(query, key, value, context.prepared, scale)
+
+
+def _attend_gathered(context: AttentionContext, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Attention to the keys and values of all ranks."""
     if context.gather is None:
-        return _attend(context, query, key, value, scale), None
+        return _attend(context, query, key, value, scale)
     groups = min(context.gather.head_groups, key.shape[1])
     split = [x.chunk(groups, dim=1) for x in (key, value)]
     arriving = [context.gather.start(k, v) for k, v in zip(*split, strict=True)]
     queries = query.split([k.shape[1] * (query.shape[1] // key.shape[1]) for k in split[0]], dim=1)
     # Each group waits for its own keys alone; in the backward its gradients travel under the group before it.
     outputs = [_attend(context, q, *wait(), scale) for q, wait in zip(queries, arriving, strict=True)]
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2), None
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+
+_between_graphs = torch.compiler.disable(_attend_gathered)
 
 
 def _attend(context: AttentionContext, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

@@ -26,7 +26,7 @@ MOST_CALLS = 2
 `context_parallel_split = "causal"`. FlexAttention is one call, whatever the mask."""
 
 
-class Limits(NamedTuple):
+class KernelLimits(NamedTuple):
     """What the kernels of a device take."""
 
     dtypes: tuple[torch.dtype, ...]
@@ -38,7 +38,7 @@ class Limits(NamedTuple):
     """Columns of a head."""
 
 
-LIMITS = {"cuda": Limits((torch.bfloat16, torch.float16), capability=(8, 0), multiple=8, most=192)}
+LIMITS = {"cuda": KernelLimits((torch.bfloat16, torch.float16), capability=(8, 0), multiple=8, most=192)}
 """Device type -> what its kernels take. Those of CUDA run forward with heads of up to 256 columns, but backward above
 192 on some devices alone. Source: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp of torch."""
 

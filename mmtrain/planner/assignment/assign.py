@@ -1,18 +1,18 @@
-"""Which sample of a step runs in which microbatch of which replica, under a policy of `[assignment]`. Pure."""
+"""The assignment of a step's samples to microbatches and replicas, under a policy of `[assignment]`. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mmtrain.config.assignment import LEVELS, Policy
-from mmtrain.planner.assignment.assignment import Assignment, Dealt, Judge, SampleCost
+from mmtrain.config.assignment import LEVELS, AssignmentPolicy
+from mmtrain.planner.assignment.assignment import Assignment, Dealt, MakespanOf, SampleCost
 from mmtrain.planner.assignment.balanced import longest_first, refined
 from mmtrain.planner.assignment.disttrain import disttrain
 from mmtrain.planner.assignment.entrain import entrain
-from mmtrain.planner.assignment.filling import NoRoomError, Step
+from mmtrain.planner.assignment.filling import AssignmentInput, NoRoomError
 
 
 def assign(
-    policy: Policy,
+    policy: AssignmentPolicy,
     samples: Sequence[SampleCost],
     bins: Sequence[Sequence[int]],
     *,
@@ -23,7 +23,7 @@ def assign(
     fewer_microbatches: bool = False,
     levels: int = LEVELS,
     num_ranks: Sequence[int] = (),
-    judge: Judge | None = None,
+    judge: MakespanOf | None = None,
     evaluations: int = 0,
     seed: int = 0,
 ) -> Assignment:
@@ -52,7 +52,7 @@ def assign(
     assert sorted(b for own in dealt for b in own) == list(range(len(bins)))
     assert sorted(i for own in bins for i in own) == list(range(len(samples)))
     assert all(len(sample.size) == len(capacity) for sample in samples if capacity)
-    step = Step(samples, bins, dealt, capacity, tuple(paces))
+    step = AssignmentInput(samples, bins, dealt, capacity, tuple(paces))
     try:
         if policy == "entrain":
             return entrain(step, defer=defer, fewer=fewer_microbatches, levels=levels)

@@ -16,7 +16,7 @@ class SampleCost:
     language_ns: int
     """Nanoseconds of forward and backward of the language model; above 0."""
     size: tuple[int, ...] = ()
-    """Its size under each limit of a microbatch."""
+    """The size of the sample under each limit of a microbatch."""
 
     @property
     def total_ns(self) -> int:
@@ -29,9 +29,9 @@ class AssignedMicrobatch:
     """One microbatch: indices of the step's samples, whose encoder work it does."""
 
     samples: tuple[int, ...]
-    """In order; never empty."""
+    """The samples in order; never empty."""
     deferred: tuple[int, ...] = ()
-    """Those of `samples` whose language work the replica's next microbatch does; never all of them."""
+    """The samples among `samples` whose language work the replica's next microbatch does; never all of them."""
 
 
 Status = Literal["assigned", "whole bins", "first-fit"]
@@ -68,8 +68,8 @@ def language_samples(microbatches: Sequence[AssignedMicrobatch]) -> tuple[tuple[
     return tuple(of_language)
 
 
-Judge = Callable[[int, Sequence[AssignedMicrobatch]], float]
-"""(replica, its microbatches) -> its makespan, in any unit."""
+MakespanOf = Callable[[int, Sequence[AssignedMicrobatch]], float]
+"""A function of a replica and its microbatches: the replica's makespan, in any unit."""
 Dealt = tuple[tuple[int, ...], ...]
 """[replica] -> its microbatches of the step, ascending; every one has at least one."""
 

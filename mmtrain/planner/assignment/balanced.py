@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
-from mmtrain.planner.assignment.assignment import AssignedMicrobatch, Assignment, Judge
-from mmtrain.planner.assignment.filling import NoRoomError, Step, assignment_of, fill
+from mmtrain.planner.assignment.assignment import AssignedMicrobatch, Assignment, MakespanOf
+from mmtrain.planner.assignment.filling import AssignmentInput, NoRoomError, assignment_of, fill
 
 
-def longest_first(step: Step) -> Assignment:
+def longest_first(step: AssignmentInput) -> Assignment:
     """Longest processing time first by total work: to the replica with least, there to the microbatch with least."""
     replicas = step.replicas()
     microbatches = [step.microbatches(count) for count in step.counts]
@@ -28,7 +28,7 @@ def longest_first(step: Step) -> Assignment:
     return assignment_of([[load.samples for load in of_replica] for of_replica in microbatches])
 
 
-def _dealt_bins(step: Step, why: str) -> Assignment:
+def _dealt_bins(step: AssignmentInput, why: str) -> Assignment:
     """First-fit's bins, longest first to the replica with the least work that has not all of its microbatches yet."""
     totals = [sum(step.samples[i].total_ns for i in own) for own in step.bins]
     work = [0] * len(step.counts)
@@ -44,13 +44,13 @@ def _dealt_bins(step: Step, why: str) -> Assignment:
 
 
 _EIGHTHS = (7, 6, 5, 4)
-"""Of the number of microbatches that are tried as fewer ones."""
+"""The smaller numbers of microbatches that are tried, in eighths of the number."""
 _TRIES = 20
 """Moves that are drawn for each evaluation, at most; those that break the capacity cost none."""
 
 
 def refined(
-    step: Step, start: Assignment, judge: Judge, evaluations: int, seed: int, *, fewer: bool = False
+    step: AssignmentInput, start: Assignment, judge: MakespanOf, evaluations: int, seed: int, *, fewer: bool = False
 ) -> Assignment:
     """Fewer microbatches where they make a replica faster, then hill climbing: exchanges of samples, or of the
     positions of microbatches, that make the slowest replica faster.
@@ -91,7 +91,7 @@ def refined(
 
 
 def _in_microbatches(
-    step: Step, microbatches: Sequence[AssignedMicrobatch], count: int
+    step: AssignmentInput, microbatches: Sequence[AssignedMicrobatch], count: int
 ) -> tuple[AssignedMicrobatch, ...] | None:
     """The samples of a replica in another number of microbatches, longest first; None: they have no room."""
     members, loads = [i for own in microbatches for i in own.samples], step.microbatches(count)
@@ -104,7 +104,7 @@ def _in_microbatches(
 
 
 def _exchanged(
-    step: Step, now: list[tuple[AssignedMicrobatch, ...]], slow: int, other: int, rng: random.Random
+    step: AssignmentInput, now: list[tuple[AssignedMicrobatch, ...]], slow: int, other: int, rng: random.Random
 ) -> dict[int, tuple[AssignedMicrobatch, ...]] | None:
     """Replica -> its microbatches after one drawn exchange; None: the exchange is void or breaks a rule."""
     a, b, kind = rng.randrange(len(now[slow])), rng.randrange(len(now[other])), rng.random()

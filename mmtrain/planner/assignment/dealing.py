@@ -29,7 +29,7 @@ class Dealer:
 
     @classmethod
     def of(cls, config: Config, jobs: Sequence[Job]) -> "Dealer | None":
-        """That of a job; None: its pipelines have one depth, and its replicas take turns.
+        """The dealer of a job; None: its pipelines have one depth, and its replicas take turns.
 
         Args: jobs: [pipeline] -> its job.
         """

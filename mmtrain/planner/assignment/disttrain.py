@@ -4,10 +4,10 @@ import itertools
 from collections.abc import Sequence
 
 from mmtrain.planner.assignment.assignment import Assignment
-from mmtrain.planner.assignment.filling import NoRoomError, Step, assignment_of, falling, fill
+from mmtrain.planner.assignment.filling import AssignmentInput, NoRoomError, assignment_of, falling, fill
 
 
-def disttrain(step: Step, num_ranks: Sequence[int]) -> Assignment:
+def disttrain(step: AssignmentInput, num_ranks: Sequence[int]) -> Assignment:
     """DistTrain's two reorderings: samples over replicas, longest encoder work first to the least encoder load; then
     the microbatches of each replica, of equal numbers of samples in the order of the step.
 
@@ -32,7 +32,7 @@ def disttrain(step: Step, num_ranks: Sequence[int]) -> Assignment:
     )
 
 
-def _runs(step: Step, members: list[int], count: int) -> list[list[int]]:
+def _runs(step: AssignmentInput, members: list[int], count: int) -> list[list[int]]:
     """Samples in consecutive microbatches of equal numbers."""
     ends = [len(members) * m // count for m in range(count + 1)]
     runs = [members[low:high] for low, high in itertools.pairwise(ends)]
@@ -44,7 +44,7 @@ def _runs(step: Step, members: list[int], count: int) -> list[list[int]]:
     return runs
 
 
-def _reordered(step: Step, microbatches: list[list[int]], num_ranks: int) -> list[list[int]]:
+def _reordered(step: AssignmentInput, microbatches: list[list[int]], num_ranks: int) -> list[list[int]]:
     work = [sum(step.samples[i].encoder_ns for i in own) for own in microbatches]
     rising = sorted(range(len(microbatches)), key=lambda m: (work[m], m))
     last = rising[1:num_ranks]

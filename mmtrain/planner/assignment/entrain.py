@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mmtrain.planner.assignment.assignment import AssignedMicrobatch, Assignment, SampleCost
-from mmtrain.planner.assignment.filling import Load, NoRoomError, Step, falling, fill
+from mmtrain.planner.assignment.filling import AssignmentInput, FilledLoad, NoRoomError, falling, fill
 
 
-def entrain(step: Step, *, defer: bool, fewer: bool, levels: int) -> Assignment:
+def entrain(step: AssignmentInput, *, defer: bool, fewer: bool, levels: int) -> Assignment:
     """Algorithm 4. What it leaves open: the upper half by language work is the coarse set; of an odd number of
     microbatches the middle one counts as underloaded; samples without encoder work, which cannot change an encoder
     load, go to the microbatch with the least language work."""
@@ -37,7 +37,7 @@ def effective_microbatches(num_microbatches: int, encoder_ns: Sequence[int]) -> 
     return min(num_microbatches, sum(encoder_ns) // most) if most else num_microbatches
 
 
-def _strata(step: Step, replica: Load, fewer: bool) -> list[list[int]]:
+def _strata(step: AssignmentInput, replica: FilledLoad, fewer: bool) -> list[list[int]]:
     """The samples of each microbatch of a replica: coarse, then fine ones, each to the least encoder load (4.5.1)."""
     costs, members, count = step.samples, replica.samples, step.counts[replica.index]
     if fewer:
@@ -51,12 +51,12 @@ def _strata(step: Step, replica: Load, fewer: bool) -> list[list[int]]:
     return [load.samples for load in loads]
 
 
-def _least_encoder(load: Load, cost: SampleCost) -> tuple[int, ...]:
+def _least_encoder(load: FilledLoad, cost: SampleCost) -> tuple[int, ...]:
     first = (load.encoder_ns, load.language_ns) if cost.encoder_ns else (load.language_ns, load.encoder_ns)
     return (*first, load.index)
 
 
-def _paired(step: Step, microbatches: list[list[int]], levels: int) -> tuple[AssignedMicrobatch, ...]:
+def _paired(step: AssignmentInput, microbatches: list[list[int]], levels: int) -> tuple[AssignedMicrobatch, ...]:
     """Microbatches in pairs, the overloaded one before the underloaded one to which it defers (4.5.2)."""
     work = [step.language_ns(own) for own in microbatches]
     order = sorted(range(len(work)), key=lambda m: (-work[m], m))

@@ -14,7 +14,7 @@ class NoRoomError(Exception):
 
 
 @dataclass(frozen=True)
-class Step:
+class AssignmentInput:
     """The arguments of `assign` that all policies read."""
 
     samples: Sequence[SampleCost]
@@ -39,13 +39,13 @@ class Step:
         """Time of a replica's pipeline for equal work."""
         return self.paces[replica] if self.paces else 1
 
-    def replicas(self) -> "list[Load]":
+    def replicas(self) -> "list[FilledLoad]":
         """An empty load for each replica, with the room of its microbatches."""
-        return [Load(index, [count * most for most in self.capacity]) for index, count in enumerate(self.counts)]
+        return [FilledLoad(index, [count * most for most in self.capacity]) for index, count in enumerate(self.counts)]
 
-    def microbatches(self, count: int) -> "list[Load]":
+    def microbatches(self, count: int) -> "list[FilledLoad]":
         """An empty load for each microbatch. Args: count: of them."""
-        return [Load(index, list(self.capacity)) for index in range(count)]
+        return [FilledLoad(index, list(self.capacity)) for index in range(count)]
 
     def fits(self, members: Iterable[int]) -> bool:
         """Whether some samples are within the capacity of one microbatch."""
@@ -63,7 +63,7 @@ def assignment_of(replicas: Iterable[Iterable[Iterable[int]]]) -> Assignment:
     return Assignment(replicas=tuple(made))
 
 
-class Load:
+class FilledLoad:
     """The samples of a replica or microbatch while it is filled."""
 
     __slots__ = ("encoder_ns", "index", "language_ns", "room", "samples")
@@ -87,13 +87,13 @@ class Load:
         self.room = [room - size for room, size in zip(self.room, cost.size, strict=False)]
 
 
-class Key(Protocol):
+class LoadKey(Protocol):
     """Sort key of a load that may get a sample; the least one gets it."""
 
-    def __call__(self, load: Load, cost: SampleCost, /) -> tuple[int, ...]: ...
+    def __call__(self, load: FilledLoad, cost: SampleCost, /) -> tuple[int, ...]: ...
 
 
-def fill(step: Step, order: Iterable[int], loads: list[Load], key: Key) -> None:
+def fill(step: AssignmentInput, order: Iterable[int], loads: list[FilledLoad], key: LoadKey) -> None:
     """Adds samples, one after the other, to the load with room and the least key."""
     for i in order:
         cost = step.samples[i]
@@ -103,7 +103,7 @@ def fill(step: Step, order: Iterable[int], loads: list[Load], key: Key) -> None:
         min(options, key=lambda load: key(load, cost)).add(i, cost)
 
 
-def falling(step: Step, members: Iterable[int]) -> list[int]:
+def falling(step: AssignmentInput, members: Iterable[int]) -> list[int]:
     """Samples by encoder work, then by language work, most first."""
     costs = step.samples
     return sorted(members, key=lambda i: (-costs[i].encoder_ns, -costs[i].language_ns, i))

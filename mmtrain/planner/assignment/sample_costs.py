@@ -117,7 +117,8 @@ class SamplePricer:
         return cost_of(self.spec, self.ns(sample), size)
 
     def seconds(self, module: str, size: WorkSize, *, fed: bool) -> tuple[float, float]:
-        """(forward, backward) seconds of all layers of a module for a work. Args: fed: other modules feed it."""
+        """The seconds of forward and backward of all layers of a module for a work. Args: fed: other modules feed
+        it."""
         enters = fed and self.spec.grad_enters(module)
         key = (module, size, enters)
         if key not in self._modules:
@@ -173,7 +174,7 @@ class PricedSample:
 
     meta: DocumentMeta | ClipMeta
     size: tuple[int, ...]
-    """Under each limit of a microbatch."""
+    """The size of the sample under each limit of a microbatch."""
     ns: Mapping[str, PassesNs]
     """Module -> nanoseconds; modules that it has nothing for are left out."""
 
@@ -256,7 +257,7 @@ def settings_of(config: Config, source: str = "") -> dict[str, str | int]:
         "source": source or config.data.description,
         "training.seq_len": config.training.seq_len,
         "activation_checkpoint.mode": config.activation_checkpoint.mode,
-        "costs": config.planner.profile or config.planner.hardware.partition("x")[0] or "planner.flops_per_s",
+        "costs": config.planner.profile or config.planner.hardware.partition("x")[0] or "planner.device.flops_per_s",
     }
 
 

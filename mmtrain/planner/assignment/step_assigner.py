@@ -40,18 +40,21 @@ class StepAssigner:
     pricer: SamplePricer
     num_replicas: int
     dealer: Dealer | None
-    """Of pipelines of unequal depth."""
+    """The dealer of pipelines of unequal depth."""
     seed: int
-    """Of the job."""
+    """The seed of the job."""
 
     @classmethod
     def of(cls, config: Config, jobs: Sequence[Job]) -> "StepAssigner | None":
-        """That of a job; None: the first microbatch with room has each sample. Args: jobs: [pipeline] -> its job."""
+        """The assigner of a job; None: the first microbatch with room has each sample. Args: jobs: [pipeline] -> its
+        job."""
         if not config.assignment.assigns:
             return None
         section, dealer = config.planner, Dealer.of(config, jobs)
         if section.memory_limit and jobs[0].activation_limits is None:  # of a device that other processes may not have
-            section = replace(section, memory_limit="", split_backward=False)  # Ws that wait would hold too much
+            section = replace(section, memory_limit="").with_search(
+                split_backward=False
+            )  # Ws that wait would hold too much
         return cls(
             section=config.assignment,
             planners=tuple(IterationPlanner(replace(job, section=section)) for job in (jobs if dealer else jobs[:1])),
@@ -104,7 +107,7 @@ class StepAssigner:
         planner = self._planner(replica)
         section = planner.job.section
         try:
-            if section.enable and section.interleave:
+            if section.enable and section.search.interleave:
                 options = search_options(section, seed=0, threads=1)
                 options = replace(options, budget_evaluations=JUDGED, budget_s=0.0)
                 return shortest_s(planner.problem(meta, searched=True)[1], options)

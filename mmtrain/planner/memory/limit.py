@@ -20,7 +20,7 @@ from mmtrain.config.planner import PlannerConfig
 from mmtrain.costs.operators.cluster import Cluster
 from mmtrain.costs.operators.hardware import Hardware
 from mmtrain.errors import MemoryLimitError
-from mmtrain.planner.memory.rank_state import RankState, Sharding
+from mmtrain.planner.memory.rank_state import RankBytes, Sharding
 from mmtrain.planner.partition.partition import Partition
 from mmtrain.schedule.library.memory import components
 from mmtrain.schedule.plan import exceeds
@@ -45,7 +45,7 @@ class RankBudget:
     """The memory of one rank of a pipeline rank's submesh, in bytes."""
 
     pp_rank: int
-    state: RankState
+    state: RankBytes
     limit_bytes: float | None
     """Bytes that it may take in total; None: no limit."""
     process_bytes: float
@@ -368,7 +368,7 @@ def too_tight(problem: PlanningProblem, section: PlannerConfig, spec: ModelSpec)
         if limit is not None and exceeds(least_bytes, limit):
             key, remedies = f'planner.memory_limit = "{section.memory_limit}"', ["lower planner.memory_margin"]
             if not section.memory_limit:
-                key, remedies = f"planner.activation_memory_gib = {section.activation_memory_gib:g}", []
+                key, remedies = f"planner.search.activation_memory_gib = {section.search.activation_memory_gib:g}", []
             if all(len(options) == 1 for options in problem.costs):
                 remedies.append("recompute more (activation_checkpoint.mode)")
                 remedies.append("let the planner choose what to recompute (planner.enable)")

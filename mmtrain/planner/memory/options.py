@@ -30,7 +30,7 @@ _THINNED = 64
 _CLASS = 1.25
 """Largest factor between sizes of one class."""
 
-Counts = tuple[tuple[int, ...], ...]
+BlockCounts = tuple[tuple[int, ...], ...]
 """[kind of block][strategy] -> how many blocks."""
 Floats = npt.NDArray[np.float64]
 
@@ -41,17 +41,18 @@ class MemoryChoices:
 
     section: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
     strategies: tuple[BlockMemory, ...] = ()
-    """Those among which a plan chooses, in the order in which blocks take them; empty: `section` decides for all."""
+    """The strategies among which a plan chooses, in the order in which blocks take them; empty: `section` decides for
+    all."""
 
     @classmethod
     def planned(cls, section: ActivationCheckpointConfig, planner: PlannerConfig) -> "MemoryChoices":
         """The strategies among which a job's planner chooses; none if the section decides for all blocks."""
-        chooses = planner.enable and planner.memory and section.mode == "none"
-        return cls(section=section, strategies=strategies_of(planner.memory_strategies) if chooses else ())
+        chooses = planner.enable and planner.search.memory and section.mode == "none"
+        return cls(section=section, strategies=strategies_of(planner.search.memory_strategies) if chooses else ())
 
     @property
     def fixed(self) -> "MemoryChoices":
-        """The same without a choice."""
+        """The strategies of `section` alone, without a choice."""
         return replace(self, strategies=())
 
     @property
@@ -77,7 +78,7 @@ class BlockPrice:
 
     @property
     def amounts(self) -> tuple[float, float, float, float]:
-        """All four values."""
+        """The four values of the price."""
         return self.forward_s, self.backward_s, self.kept_bytes, self.host_bytes
 
 
@@ -87,7 +88,7 @@ class BlockKind:
 
     count: int
     prices: tuple[BlockPrice, ...]
-    """[strategy]"""
+    """The price of each strategy."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +126,7 @@ def offer(
     )
 
 
-def mixes(kinds: Sequence[BlockKind], other_layers: BlockPrice, host_copy: HostCopy) -> list[Counts]:
+def mixes(kinds: Sequence[BlockKind], other_layers: BlockPrice, host_copy: HostCopy) -> list[BlockCounts]:
     """[mix][kind][strategy] -> blocks: the mixes that a stage offers, by ascending seconds and descending bytes.
 
     Args:
@@ -133,7 +134,7 @@ def mixes(kinds: Sequence[BlockKind], other_layers: BlockPrice, host_copy: HostC
         host_copy: rate of copies of offloaded activations.
     Source: DIP, arXiv:2504.14145, section 5.3.
     """
-    combined: list[Counts] = [()]
+    combined: list[BlockCounts] = [()]
     amounts = np.array([other_layers.amounts])
     for i, kind in enumerate(kinds):
         counts = _deals(kind.count, len(kind.prices))
@@ -150,7 +151,7 @@ def mixes(kinds: Sequence[BlockKind], other_layers: BlockPrice, host_copy: HostC
 
 
 def stage_memory(
-    counts: Counts, strategies: Sequence[BlockMemory], positions: Sequence[Sequence[int]], num_blocks: int
+    counts: BlockCounts, strategies: Sequence[BlockMemory], positions: Sequence[Sequence[int]], num_blocks: int
 ) -> StageMemory:
     """The strategy of each block of a stage under a mix.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from mmtrain.config.config import Config, uses_fsdp
 from mmtrain.config.optimizer import OptimizerConfig
 from mmtrain.config.topology import Coordinates, JobLayout
-from mmtrain.costs.machine import Network
+from mmtrain.costs.machine import RankNetwork
 from mmtrain.costs.operators.graph import OpKind
 from mmtrain.planner.partition.partition import Partition, StageSpec
 from mmtrain.spec.builders import DTYPE_BYTES
@@ -46,7 +46,7 @@ class StageState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankState:
+class RankBytes:
     """All stages of a pipeline rank, and the bytes that they take during a step."""
 
     stages: tuple[StageState, ...]
@@ -86,7 +86,7 @@ class Sharding:
     reduce_dtype_bytes: int
     """Bytes of an element of gradients before and in their reduction."""
     param_state_bytes: int
-    """As of `param_state_bytes`."""
+    """The optimizer's bytes for one trainable parameter, see `param_state_bytes`."""
     frozen_bytes: int
     """Bytes of an element of a shard of parameters that do not train."""
     trained_bytes: int
@@ -133,12 +133,12 @@ class Sharding:
             gathered_once=once,
         )
 
-    def rank_state(self, spec: ModelSpec, partition: Partition, pp_rank: int) -> RankState:
+    def rank_state(self, spec: ModelSpec, partition: Partition, pp_rank: int) -> RankBytes:
         """The state that one rank of a pipeline rank's submesh holds during a step."""
         stages = tuple(self.stage_state(spec, stage) for stage in partition.of_rank(pp_rank))
         if not self.enabled:
             params, trainable = (sum(getattr(s, name) for s in stages) for name in ("num_params", "num_trainable"))
-            return RankState(
+            return RankBytes(
                 stages=stages,
                 param_bytes=_MASTER * params,
                 grad_bytes=_MASTER * trainable,
@@ -151,7 +151,7 @@ class Sharding:
         frozen = sum((s.num_params - s.num_trainable) / s.shards for s in stages)
         shard_bytes = self.frozen_bytes * frozen + self.trained_bytes * updated
         gathered = _most_gathered(stages)
-        return RankState(
+        return RankBytes(
             stages=stages,
             param_bytes=shard_bytes * on_device + self.param_dtype_bytes * gathered,
             grad_bytes=self.reduce_dtype_bytes * sum(s.num_trainable for s in stages),
@@ -160,14 +160,14 @@ class Sharding:
             updated_params=updated,
         )
 
-    def gather_s(self, network: Network, stage: StageState, pp_rank: int, pipeline: int = 0) -> float:
+    def gather_s(self, network: RankNetwork, stage: StageState, pp_rank: int, pipeline: int = 0) -> float:
         """Seconds of a stage's UNSHARD: an all-gather of its parameters in the dtype of compute."""
         if not self.enabled or not stage.gathered_once:
             return 0.0
         num_bytes = self.param_dtype_bytes * stage.num_params
         return network.collective_s(OpKind.ALL_GATHER, num_bytes, self._shard_ranks(stage, pp_rank, pipeline))
 
-    def reduce_s(self, network: Network, stage: StageState, pp_rank: int, pipeline: int = 0) -> float:
+    def reduce_s(self, network: RankNetwork, stage: StageState, pp_rank: int, pipeline: int = 0) -> float:
         """Seconds of a stage's REDUCE: a reduce-scatter of its gradients over the shards."""
         if not self.enabled:
             return 0.0

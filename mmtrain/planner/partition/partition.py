@@ -21,7 +21,7 @@ from mmtrain.modality.split import split_evenly
 from mmtrain.planner.partition.balance import level_owners
 from mmtrain.planner.partition.pipeline_layout import chunk_bounds
 from mmtrain.schedule.graph import ModuleStages
-from mmtrain.schedule.library.catalogue import Placement
+from mmtrain.schedule.library.catalogue import ChunkPlacement
 from mmtrain.spec.spec import ModelSpec, ModuleSpec
 from mmtrain.spec.work_size import WorkSize
 
@@ -34,7 +34,7 @@ class StageSpec:
     """One chunk of one module and the pipeline rank that runs it."""
 
     index: int
-    """Global over all modules."""
+    """The index over all modules."""
     module: str
     layers: tuple[int, int]
     """Range of the module's layers, the end excluded."""
@@ -42,11 +42,11 @@ class StageSpec:
     segment: int
     """Index of the pass over the pipeline ranks, within the module; if mixed, within the chain of all modules."""
     first: bool
-    """Holds the module's first layer."""
+    """Whether it holds the module's first layer."""
     last: bool
-    """Holds the module's last layer."""
+    """Whether it holds the module's last layer."""
     of_vocabulary: bool = False
-    """Its module is a part of a divided vocabulary, or joins such parts."""
+    """Whether its module is a part of a divided vocabulary, or joins such parts."""
 
     @classmethod
     def of(cls, index: int, module: ModuleSpec, layers: tuple[int, int], pp_rank: int, segment: int) -> "StageSpec":
@@ -72,7 +72,7 @@ class Partition:
     text: str
     """Name of the language model."""
     passes: int = 0
-    """v of a mixed partition, the number of parts of its chain on each rank; 0: it is separated."""
+    """The parts of a mixed partition's chain on each rank, v; 0: it is separated."""
     placed: Placed = ""
     """How modules are placed that do not reach every rank: the value of planner.placement."""
 
@@ -103,7 +103,7 @@ class Partition:
         return stages[0].pp_rank, stages[-1].pp_rank
 
     def hops(self, spec: ModelSpec) -> frozenset[tuple[int, int]]:
-        """(source, target) of all pipeline ranks between which activations, or their gradients, may travel.
+        """All pairs (source, target) of pipeline ranks between which activations, or their gradients, may travel.
 
         Args: spec: the model that is cut.
         """
@@ -131,7 +131,7 @@ def partition(
     num_ranks: int,
     num_segments: Mapping[str, int],
     sizes: Mapping[str, WorkSize],
-    placement: Placement = "loop",
+    placement: ChunkPlacement = "loop",
     layouts: Mapping[str, str] | None = None,
     placed: Placed = "",
     ranks: Mapping[str, range] | None = None,
@@ -189,7 +189,7 @@ class _Cut:
 
     bounds: tuple[tuple[int, int], ...]
     costs: Sequence[float]
-    """[layer]"""
+    """The cost of each layer."""
     ranks: Sequence[int]
     """[chunk] -> its pipeline rank."""
     fixed: bool
@@ -222,7 +222,7 @@ def _cut(
     segments: int,
     by_rule: int,
     *,
-    placement: Placement,
+    placement: ChunkPlacement,
     layout: str,
 ) -> "_Cut":
     """The chunks of a module, and their ranks. Args: segments: K; 0: `by_rule`, limited by the number of layers."""
@@ -295,7 +295,7 @@ def divide_ranks(
     return best[num_ranks][1] if num_ranks in best else None
 
 
-def _ranks(ranks: Sequence[int], passes: int, placement: Placement) -> list[int]:
+def _ranks(ranks: Sequence[int], passes: int, placement: ChunkPlacement) -> list[int]:
     """[chunk] -> its pipeline rank."""
     down = list(ranks)
     return down + down[::-1] if placement == "v" else down * passes
@@ -306,7 +306,7 @@ def mixed_partition(
     num_ranks: int,
     passes: int,
     weights: Mapping[str, Sequence[float]],
-    placement: Placement = "loop",
+    placement: ChunkPlacement = "loop",
 ) -> Partition:
     """The mixed partition: the layers of all modules, in their order, cut as one chain into P x v parts.
 

@@ -11,7 +11,7 @@ import numpy as np
 from mmtrain.planner.search.evaluate import anneal, best_of, evaluate, start_chain
 from mmtrain.planner.search.instance import Searched
 from mmtrain.planner.search.kernels.arrays import Decoder, Workspace
-from mmtrain.planner.search.orders import Order, by_component, order_of
+from mmtrain.planner.search.orders import GroupOrder, order_of
 
 HOT, COLD = 1e-3, 6e-5
 """Temperature of annealing at the start and at the end, as a part of the makespan. A hotter chain leaves the sweep's
@@ -25,7 +25,7 @@ EXPLORATION = 0.05
 class Start(NamedTuple):
     """An order, how it is decoded, and the makespan of its plan."""
 
-    order: Order
+    order: GroupOrder
     how: Decoder
     cost: float
 
@@ -59,7 +59,7 @@ class Chain(ABC):
     def run(self, evaluations: int, before: float, after: float) -> None:
         """Tries plans. Args: before, after: part of the budget used up at the start and at the end."""
 
-    def evaluate(self, order: Order) -> float:
+    def evaluate(self, order: GroupOrder) -> float:
         """The makespan of an order with the start's decoder; updates `best`."""
         how = self.best.how
         cost = evaluate(self.searched, self.workspace, order, how, self.iterations)
@@ -92,46 +92,6 @@ class AnnealChain(Chain):
 
 def _temperature(progress: float) -> float:
     return float(HOT * (COLD / HOT) ** progress)
-
-
-class RandomChain(Chain):
-    """Random orders of components."""
-
-    def begin(self) -> None:
-        self._components = list(range(int(self.searched.component_of.max(initial=-1)) + 1))
-
-    def run(self, evaluations: int, before: float, after: float) -> None:
-        for _ in range(evaluations):
-            self.random.shuffle(self._components)
-            self.evaluate(by_component(self.searched, self._components))
-
-
-class DepthFirstChain(Chain):
-    """Permutations of the components in lexicographic order, each chain from its own rotation of the first one."""
-
-    def begin(self) -> None:
-        count = int(self.searched.component_of.max(initial=-1)) + 1
-        shift = self.seed[1] % max(1, count)
-        self._names = [*range(shift, count), *range(shift)]
-        self._current = list(range(count))
-
-    def run(self, evaluations: int, before: float, after: float) -> None:
-        for _ in range(evaluations):
-            self.evaluate(by_component(self.searched, [self._names[i] for i in self._current]))
-            self._advance()
-
-    def _advance(self) -> None:
-        """The next permutation; after the last the first one again."""
-        p = self._current
-        i = len(p) - 2
-        while i >= 0 and p[i] > p[i + 1]:
-            i -= 1
-        if i >= 0:
-            j = len(p) - 1
-            while p[j] < p[i]:
-                j -= 1
-            p[i], p[j] = p[j], p[i]
-        p[i + 1 :] = reversed(p[i + 1 :])
 
 
 @dataclass
@@ -193,7 +153,7 @@ class TreeChain(Chain):
         rarity = math.sqrt(math.log(node.parent.visits + 1) / max(1, node.visits))
         return self.best.cost / node.best + EXPLORATION * rarity
 
-    def _rollout(self) -> Order:
+    def _rollout(self) -> GroupOrder:
         chosen = set(self._prefix)
         rest = [group for group in range(self.searched.num_groups) if group not in chosen]
         self.random.shuffle(rest)

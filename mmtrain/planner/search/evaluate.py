@@ -8,7 +8,7 @@ import numpy as np
 from mmtrain.planner.search.instance import Searched
 from mmtrain.planner.search.kernels.anneal import ANNEAL, CHOOSE, COST, EVALUATE, JOIN, run
 from mmtrain.planner.search.kernels.arrays import Chain, Decoder, Workspace
-from mmtrain.planner.search.orders import Order, inverse
+from mmtrain.planner.search.orders import GroupOrder, inverse
 from mmtrain.schedule.numba_start import load_numba
 from mmtrain.schedule.passes.instruct import plan_without, without_instructions
 from mmtrain.schedule.plan import Plan
@@ -18,7 +18,7 @@ LAST_ITERATIONS = 300
 """Iterations of the memory choice of the best plan."""
 
 
-def start_chain(searched: Searched, order: Order, how: Decoder, cost: float, seed: int) -> Chain:
+def start_chain(searched: Searched, order: GroupOrder, how: Decoder, cost: float, seed: int) -> Chain:
     """A chain whose current state is an order. Args: seed: of its random numbers; 63 bits."""
     at, group_at = order
     num_ranks, num_groups = searched.arrays.node_at.shape
@@ -37,7 +37,7 @@ def start_chain(searched: Searched, order: Order, how: Decoder, cost: float, see
     )
 
 
-def best_of(chain: Chain) -> tuple[Order, Decoder, float]:
+def best_of(chain: Chain) -> tuple[GroupOrder, Decoder, float]:
     """The best plan that a chain has found."""
     at = chain.best_at.astype(np.int64)
     return (at, inverse(at)), Decoder.from_array(chain.best_decoder), float(chain.cost[1])
@@ -60,7 +60,7 @@ def anneal(
     run(p, w, chain, component_of, mode, evaluations, *temperatures, iterations, can_split, can_braid, reorder, draws)
 
 
-def evaluate(searched: Searched, w: Workspace, order: Order, how: Decoder, iterations: int) -> float:
+def evaluate(searched: Searched, w: Workspace, order: GroupOrder, how: Decoder, iterations: int) -> float:
     """The cost of the plan that an order decodes to, which the workspace then holds; inf: it does not fit.
 
     Args: iterations: of the choice of options.

@@ -37,7 +37,7 @@ from mmtrain.schedule.option import Load
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import Option, PlanningProblem
 
-Node = tuple[int, int]
+StageWork = tuple[int, int]
 """(stage, work)."""
 
 Ints = npt.NDArray[np.int64]
@@ -55,7 +55,7 @@ class Searched:
     """A problem with its arrays for the kernels."""
 
     problem: PlanningProblem
-    nodes: tuple[Node, ...]
+    nodes: tuple[StageWork, ...]
     """In the order of their numbers: work by work along its chain."""
     groups: tuple[tuple[int, int], ...]
     """(work, pass over the ranks) of each group."""
@@ -66,7 +66,7 @@ class Searched:
     """Draws of seconds over whose makespans a plan's cost is the mean; none: its cost is its makespan."""
 
     @classmethod
-    def of(cls, problem: PlanningProblem, only: Mapping[Node, int] | None = None) -> "Searched":
+    def of(cls, problem: PlanningProblem, only: Mapping[StageWork, int] | None = None) -> "Searched":
         """Args: only: (stage, work) -> its only option; None: all options."""
         graph = problem.graph
         nodes = tuple((stage, work) for work in range(len(graph.works)) for stage in graph.stages(work))
@@ -248,7 +248,7 @@ class Searched:
             orders.append(tuple(order))
         return Plan(graph, tuple(orders), self.chosen(w))
 
-    def chosen(self, w: Workspace) -> dict[Node, int]:
+    def chosen(self, w: Workspace) -> dict[StageWork, int]:
         """(stage, work) -> the option that a workspace holds; what is absent has option 0."""
         chosen = {node: self.option_index[option] for node, option in zip(self.nodes, w.option, strict=True)}
         return {node: option for node, option in chosen.items() if option}
@@ -329,7 +329,7 @@ def _useful(options: Sequence[Option]) -> list[int]:
     return kept
 
 
-def _groups(problem: PlanningProblem, nodes: Sequence[Node]) -> tuple[tuple[tuple[int, int], ...], Any]:
+def _groups(problem: PlanningProblem, nodes: Sequence[StageWork]) -> tuple[tuple[tuple[int, int], ...], Any]:
     """The groups, and the group of each node. A work starts a new group where it returns to a rank of the last one."""
     groups: list[tuple[int, int]] = []
     group = np.empty(len(nodes), np.int64)

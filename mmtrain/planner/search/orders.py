@@ -11,11 +11,11 @@ import numpy.typing as npt
 from mmtrain.planner.search.instance import Searched
 from mmtrain.planner.search.kernels.arrays import COMPONENT, KIND, TOTAL
 
-Order = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
+GroupOrder = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 """(position of each group [2, G], group at each position [2, G])."""
 
 
-def order_of(group_at: npt.NDArray[np.int64]) -> Order:
+def order_of(group_at: npt.NDArray[np.int64]) -> GroupOrder:
     """An order from the group at each position. Args: group_at: [2, G]."""
     return inverse(group_at), group_at
 
@@ -28,7 +28,7 @@ def inverse(permutations: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return inverted
 
 
-def by_component(searched: Searched, components: Iterable[int]) -> Order:
+def by_component(searched: Searched, components: Iterable[int]) -> GroupOrder:
     """Clusters one after the other: their groups as they are fed forwards, and the other way round backwards."""
     members: dict[int, list[int]] = {}
     first_work = [work for work, _ in searched.groups]

@@ -1,25 +1,22 @@
 """What a search may spend, and what it may change."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mmtrain.costs.noise import EXACT, Noise
 from mmtrain.errors import PlanError
-from mmtrain.planner.search.chains import AnnealChain, Chain, DepthFirstChain, RandomChain, TreeChain
+from mmtrain.planner.search.chains import AnnealChain, Chain, TreeChain
 from mmtrain.schedule.limits import THREADS
 
 if TYPE_CHECKING:  # a search needs no config, whose import takes as long as the rest of the planner
     from mmtrain.config.planner import Strategy
 
-CHAINS: Mapping[str, type[Chain]] = {
+CHAINS: dict[str, type[Chain]] = {
     "anneal": AnnealChain,
     "mcts": TreeChain,
-    "random": RandomChain,
-    "dfs": DepthFirstChain,
 }
-"""Strategy -> its chains."""
+"""Strategy -> its chains; others may be added."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +31,7 @@ class SearchOptions:
     threads: int = 1
     """The plan depends on it only if budget_s ends the search."""
     strategy: "Strategy" = "anneal"
-    """mcts is DIP's (section 5.1); dfs and random are for comparison; first: no search."""
+    """anneal; mcts, which is DIP's (section 5.1); first: no search; or one that was added to CHAINS."""
     reorder: bool = True
     """Search the order of microbatches."""
     split: bool = True

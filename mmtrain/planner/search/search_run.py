@@ -17,7 +17,7 @@ from mmtrain.planner.search.chains import Start
 from mmtrain.planner.search.evaluate import LAST_ITERATIONS, cost_of, evaluate, join
 from mmtrain.planner.search.instance import NO_DRAWS, Searched
 from mmtrain.planner.search.kernels.arrays import RANK, SPLITS, Decoder, Workspace
-from mmtrain.planner.search.orders import Order, by_component, component_orders
+from mmtrain.planner.search.orders import GroupOrder, by_component, component_orders
 from mmtrain.planner.search.polish import Polished
 from mmtrain.planner.search.search_options import CHAINS, SearchOptions
 from mmtrain.schedule.numba_start import load_numba
@@ -201,7 +201,7 @@ class SearchRun:
         order = by_component(self.searched, component_orders(self.searched)[0])
         return self._try(run, [(order, how) for how in decoders])
 
-    def _try(self, run: _Map, candidates: Sequence[tuple[Order, Decoder]]) -> list[Start]:
+    def _try(self, run: _Map, candidates: Sequence[tuple[GroupOrder, Decoder]]) -> list[Start]:
         """Evaluates candidates within the budget, by their makespan."""
         threads = self.options.threads
         if self.options.budget_evaluations:

@@ -5,15 +5,15 @@ from typing import Any
 
 from mmtrain.errors import PlanError
 from mmtrain.schedule.action import Kind
-from mmtrain.schedule.graph import Instruction
+from mmtrain.schedule.graph import InstructionNode
 from mmtrain.schedule.io.strict_json import fields, integer, items, number, string
 from mmtrain.schedule.items import Result
 
 MOST_LETTERS = 64
-"""Of a kind that a file names."""
+"""The most letters of a kind that a file names."""
 
 
-def to_json(given: Instruction) -> dict[str, Any]:
+def to_json(given: InstructionNode) -> dict[str, Any]:
     """One instruction; `read` is the inverse."""
     table = {
         "kind": given.kind.value,
@@ -27,11 +27,11 @@ def to_json(given: Instruction) -> dict[str, Any]:
     return {key: value for key, value in table.items() if value or key in ("kind", "stage", "work")}
 
 
-def read(table: Any, where: str) -> Instruction:
+def read(table: Any, where: str) -> InstructionNode:
     """The instruction of a table; its kind is registered. Raises: PlanError: a rule of the format is broken."""
     fields(table, where, ("kind", "stage", "work"), optional=("after", "before", "seconds", "growth_bytes"))
     amounts = {key: number(table[key], f"{where}.{key}") for key in ("seconds", "growth_bytes") if key in table}
-    return Instruction(
+    return InstructionNode(
         kind=_kind(table["kind"], f"{where}.kind"),
         stage=integer(table["stage"], f"{where}.stage"),
         work=integer(table["work"], f"{where}.work"),

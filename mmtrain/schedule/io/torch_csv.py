@@ -32,7 +32,7 @@ _SHOWN = 40
 _OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 Cell = tuple[Kind, int, int]
-"""(kind, stage, microbatch); microbatch -1 for the stage-wide kinds."""
+"""A kind, a stage and a microbatch, which is -1 for the stage-wide kinds."""
 Cells = list[Cell]
 """One cell of the file: one action, or the parts of a braid."""
 

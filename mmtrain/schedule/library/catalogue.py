@@ -30,7 +30,7 @@ from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.recipe.instructions import Instruction, planned
 
-Placement = Literal["loop", "v"]
+ChunkPlacement = Literal["loop", "v"]
 """Placement of the chunks of a module. loop: chunk j on rank j mod P. v: down the ranks and back up, 2 chunks a
 rank."""
 
@@ -42,7 +42,7 @@ class Schedule:
     idea: str
     """A short description for lists."""
     make: Callable[..., Plan]
-    placement: Placement = "loop"
+    placement: ChunkPlacement = "loop"
     least_passes: int = 1
     """Least number of chunks of the whole model on each rank, over all modules; with fewer it becomes another
     schedule."""
@@ -69,7 +69,7 @@ class Schedule:
     braids: bool = False
     """Whether its plans may have braids."""
     name: str = ""
-    """In the catalogue, or of the file."""
+    """The name in the catalogue, or of the file."""
     text: str = ""
     """Content of the file that it is from."""
 
@@ -105,7 +105,7 @@ class Schedule:
 
     @property
     def suffix(self) -> str:
-        """Of the file that it is from: .py or .csv."""
+        """The suffix of the file that it is from: .py or .csv."""
         path, _ = file_of(self.name) or ("", "")
         return Path(path).suffix
 

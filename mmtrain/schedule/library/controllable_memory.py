@@ -20,13 +20,14 @@ PERIOD = 6
 """Units from one microbatch's block to the next."""
 
 
-class Block(NamedTuple):
+class BlockUnits(NamedTuple):
     """Units between a block's actions: on the way from rank to rank (hops), and on one rank at the V's ends (turns)."""
 
     hops: tuple[int, int, int, int]
     """Forward down, forward up, gradient down, gradient up."""
     turns: tuple[int, int, int]
-    """From forward down to up (last rank), forward up to gradient down (first), gradient down to up (last)."""
+    """The units of three turns: forward down to up (last rank), forward up to gradient down (first), gradient down to
+    up (last)."""
 
 
 def v_min(problem: PlanningProblem) -> Plan:
@@ -53,17 +54,17 @@ def v_half(problem: PlanningProblem) -> Plan:
     return fill(problem, _template(_balanced, held), held)
 
 
-def _shortest(num_ranks: int) -> Block:
+def _shortest(num_ranks: int) -> BlockUnits:
     # Every hop takes one unit. Where 3 divides P, actions of a rank would coincide without longer turns.
-    return Block((1, 1, 1, 1), (3, 1, 3) if num_ranks % 3 == 0 else (1, 1, 1))
+    return BlockUnits((1, 1, 1, 1), (3, 1, 3) if num_ranks % 3 == 0 else (1, 1, 1))
 
 
-def _balanced(num_ranks: int) -> Block:
+def _balanced(num_ranks: int) -> BlockUnits:
     # Down and up of a rank's stages take 3 units together, so that all ranks hold the same.
-    return Block((1, 2, 1, 2), (1, 1, 1) if num_ranks % 2 else (4, 1, 4))
+    return BlockUnits((1, 2, 1, 2), (1, 1, 1) if num_ranks % 2 else (4, 1, 4))
 
 
-def _template(block: Callable[[int], Block], held: int) -> Callable[[int, int], list[list[Slot]]]:
+def _template(block: Callable[[int], BlockUnits], held: int) -> Callable[[int, int], list[list[Slot]]]:
     def slots(num_ranks: int, num_microbatches: int) -> list[list[Slot]]:
         sequences = [_sequence(block(num_ranks), num_ranks, r, num_microbatches) for r in range(num_ranks)]
         return with_weights(sequences, 2 * held)
@@ -71,7 +72,7 @@ def _template(block: Callable[[int], Block], held: int) -> Callable[[int, int], 
     return slots
 
 
-def _sequence(block: Block, P: int, rank: int, num_microbatches: int) -> list[Slot]:
+def _sequence(block: BlockUnits, P: int, rank: int, num_microbatches: int) -> list[Slot]:
     """Fs and Is of a rank in the order of their times."""
     (down, up, back_down, back_up), turns = block
     last, behind = P - 1, P - 1 - rank

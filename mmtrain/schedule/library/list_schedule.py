@@ -27,11 +27,11 @@ from mmtrain.schedule.library.weights import worth_splitting
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import Option, PlanningProblem
 
-Node = tuple[int, int]
-"""(stage, work)."""
+StageWork = tuple[int, int]
+"""A stage and a work."""
 
 Priority = tuple[int, int, int]
-"""Of a node among those of its kind: component, microbatch and position; the least is served first."""
+"""The priority of a node among those of its kind: component, microbatch and position; the least is served first."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class ListScheduler:
         self,
         problem: PlanningProblem,
         limits: Sequence[float],
-        chosen: Mapping[Node, int] | None = None,
+        chosen: Mapping[StageWork, int] | None = None,
         *,
         soft: Collection[int] = (),
     ) -> None:
@@ -79,9 +79,9 @@ class ListScheduler:
         items = graph.items
         nodes = list(zip(items.stage, items.work, strict=True))
         self.option_of = [self.options[node] for node in nodes]
-        """[node]"""
+        """[node] -> its option."""
         self.component_of = [self.component[work] for work in items.work]
-        """[node]"""
+        """[node] -> its component."""
         self.done_as = [Kind.F] * items.num_nodes + [Kind.I if node in self.split else Kind.B for node in nodes]
         """[item of F or I] -> kind of the action that runs: B where splitting is not worthwhile."""
         self.seconds = [self.option_of[i % items.num_nodes].duration_s(kind) for i, kind in enumerate(self.done_as)]
@@ -157,7 +157,7 @@ class _Rules(Policy):
         self.memory = Memory.of(setting.problem, setting.component, setting.options, setting.limits)
         self.engine = Engine(items, setting.problem.message_s)
         self.kinds = [*setting.done_as, *[Kind.W] * items.num_nodes]
-        """[item]"""
+        """[item] -> kind of the action that runs."""
         runs = (
             [True] * items.num_nodes
             + items.has_backward
@@ -171,7 +171,7 @@ class _Rules(Policy):
         self.due: list[deque[int]] = [deque() for _ in ranks]
         """[rank] -> items of W."""
         self.begun: set[tuple[int, int]] = set()
-        """(rank, component) that has started a forward whose backward remains or has run."""
+        """Each (rank, component) that has started a forward whose backward remains or has run."""
         self.in_flight = [0.0 for _ in ranks]
         self.most_in_flight = [math.inf for _ in ranks]
         self.backwards = [0 for _ in ranks]

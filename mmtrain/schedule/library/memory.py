@@ -34,7 +34,7 @@ def components(graph: WorkGraph) -> list[int]:
 
 
 def choose_options(problem: PlanningProblem, component: Sequence[int]) -> dict[tuple[int, int], int]:
-    """(stage, work) -> option 0 (the fastest) in each component that fits alone, else its option of least memory.
+    """The option of each (stage, work): 0 (the fastest) in each component that fits alone, else that of least memory.
 
     Args: component: [work] -> number of its component, the oldest first.
     Raises: PlanError: a component alone exceeds a rank's memory limit even so; with microbatch and bytes.
@@ -67,7 +67,7 @@ def oversize_groups(problem: PlanningProblem, group: Sequence[int]) -> set[int]:
 
 
 def _smallest(problem: PlanningProblem) -> dict[tuple[int, int], int]:
-    """(stage, work) -> the option of least memory."""
+    """The option of least memory of each (stage, work)."""
     return {
         node: min(range(len(options)), key=lambda i: (options[i].activation_bytes, i))
         for node in problem.graph.nodes()
@@ -158,7 +158,7 @@ class Memory:
         return max(self._rest[component][pool], *self._passing[component][pool][-1:], 0.0)
 
     def oversize(self) -> Iterator[tuple[int, int]]:
-        """(component, pool) where a component alone exceeds the limit."""
+        """Each (component, pool) where a component alone exceeds the limit."""
         for component in range(self.num_components):
             for pool, limit in enumerate(self._limit):
                 if exceeds(self.footprint(component, pool), limit):
@@ -169,7 +169,7 @@ class Memory:
         self._limit = [max(limit, *(rest[r] for rest in self._rest)) for r, limit in enumerate(self._limit)]
 
     def limit(self, pool: int) -> float:
-        """What a pool may hold."""
+        """The bytes that a pool may hold."""
         return self._limit[pool]
 
     def fits(self, node: int) -> bool:

@@ -23,13 +23,13 @@ ScheduleName = Literal[
     "Optimus",
     "interleave",
 ]
-"""In the order of lists; `catalogue.CATALOGUE` has their functions."""
+"""The names of schedules in the order of lists; `catalogue.CATALOGUE` has their functions."""
 
 MEMORY_BOUNDED_SCHEDULES: tuple[ScheduleName, ...] = ("ZB-AutoSchedule", "interleave")
 """Schedules whose plans keep the memory limits of a problem; the others bound their memory by their own rule."""
 
 EAGER_SCHEDULES: tuple[ScheduleName, ...] = ("1F1B", "Interleaved1F1B", "ZB-H1", "ZB-H2", "InterleavedZeroBubble")
-"""Schedules with a rule for the number of forwards in flight, which planner.eager_forwards raises."""
+"""Schedules with a rule for the number of forwards in flight, which planner.search.eager_forwards raises."""
 
 _FILE = re.compile(r"(?P<path>.+\.(?:py|csv))(?::(?P<function>[^:/\\]*))?", re.DOTALL)
 

@@ -26,8 +26,8 @@ from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.table import Table
 
-Node = tuple[int, int]
-"""(stage, work)."""
+StageWork = tuple[int, int]
+"""A stage and a work."""
 
 
 def one_f_one_b(problem: PlanningProblem, *, eager: int = 0) -> Plan:
@@ -81,7 +81,7 @@ def _limit(P: int, rank: int, V: int, ahead: int | None) -> int:
 
 
 def segments(graph: WorkGraph) -> dict[int, int]:
-    """stage -> its index among its rank's stages in forward order: the rank's segments, counted from 0.
+    """The segment of each stage: its index among its rank's stages in forward order, counted from 0.
 
     Stages that `joined` combines are in one segment.
     """
@@ -131,25 +131,27 @@ def module_order(graph: WorkGraph) -> list[int]:
     return order
 
 
-def forward_order(graph: WorkGraph, group_size: int = 0) -> list[Node]:
+def forward_order(graph: WorkGraph, group_size: int = 0) -> list[StageWork]:
     """All (stage, work) by group of microbatches (of P; or `group_size`), segment, microbatch and sub-microbatch."""
     nodes = list(graph.nodes())
     before = {n: [(e.source, e.work) for e in graph.inputs(*n)] for n in nodes}
     return _in_groups(graph, before, group_size, 1)
 
 
-def backward_order(graph: WorkGraph, group_size: int = 0) -> list[Node]:
+def backward_order(graph: WorkGraph, group_size: int = 0) -> list[StageWork]:
     """All (stage, work) with a backward by group of microbatches, segment from the last, and microbatch."""
     nodes = [node for node in graph.nodes() if graph.has_backward(*node)]
     before = {n: [(e.target, e.target_work) for e in graph.outputs(*n) if e.grad] for n in nodes}
     return _in_groups(graph, before, group_size, -1)
 
 
-def _in_groups(graph: WorkGraph, before: dict[Node, list[Node]], group_size: int, way: int) -> list[Node]:
+def _in_groups(
+    graph: WorkGraph, before: dict[StageWork, list[StageWork]], group_size: int, way: int
+) -> list[StageWork]:
     """The nodes by group of microbatches, but each after its predecessors. Args: way: 1 forward, -1 backward."""
     segment, group = segments(graph), _groups(graph, group_size)
 
-    def key(node: Node) -> tuple[int, ...]:
+    def key(node: StageWork) -> tuple[int, ...]:
         stage, work = node
         w = graph.works[work]
         position = way * graph.position[stage]

@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 from mmtrain.schedule.action import Action, Braid, Kind
 from mmtrain.schedule.graph import WorkGraph
-from mmtrain.schedule.library.list_schedule import ListScheduler, Node, rank_footprints
+from mmtrain.schedule.library.list_schedule import ListScheduler, StageWork, rank_footprints
 from mmtrain.schedule.library.memory import components
 from mmtrain.schedule.library.one_f_one_b import module_order
 from mmtrain.schedule.library.weights import worth_splitting
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
 
-Template = Callable[[int, int], list[list["Slot"]]]
-"""(number of ranks, number of microbatches) -> slots of each rank."""
+SlotTemplate = Callable[[int, int], list[list["Slot"]]]
+"""A function (number of ranks, number of microbatches) -> slots of each rank."""
 
 
 class Slot(NamedTuple):
@@ -32,7 +32,7 @@ class Slot(NamedTuple):
     """Whether it may run as one block with the forward before it."""
 
 
-def fill(problem: PlanningProblem, template: Template, held: float, *, braided: bool = False) -> Plan:
+def fill(problem: PlanningProblem, template: SlotTemplate, held: float, *, braided: bool = False) -> Plan:
     """The plan of a V-shaped schedule: its template if the modules are one V, else list scheduling within its memory.
 
     On one V (see `v_chunks`) a microbatch of the template is a component of the work graph: in most iterations the
@@ -53,7 +53,7 @@ def fill(problem: PlanningProblem, template: Template, held: float, *, braided: 
         limits = rank_footprints(problem, held)
         return ListScheduler(problem, limits, soft=range(graph.num_ranks)).run(eager=True).plan
     component = components(graph)
-    nodes: dict[tuple[int, int], list[Node]] = {}
+    nodes: dict[tuple[int, int], list[StageWork]] = {}
     for stage, work in graph.nodes():
         nodes.setdefault((chunks[stage], component[work]), []).append((stage, work))
     orders = []
@@ -73,7 +73,7 @@ def fill(problem: PlanningProblem, template: Template, held: float, *, braided: 
 
 
 def v_chunks(graph: WorkGraph) -> dict[int, int] | None:
-    """stage -> its chunk, if the stages of all modules, one module after the other, are one V; else None.
+    """The chunk of each stage, if the stages of all modules, one module after the other, are one V; else None.
 
     A V has chunks 0 .. 2P - 1: chunk c is on rank c on the way down and on rank 2P - 1 - c on the way up, and has at
     least one stage and at most one of each module. Data only go forward in it. If the modules are no V, those that have
@@ -93,7 +93,7 @@ def v_chunks(graph: WorkGraph) -> dict[int, int] | None:
 
 
 def _chunks(graph: WorkGraph, modules: Sequence[int]) -> dict[int, int] | None:
-    """stage -> chunk, in the order of data; None: the modules are no V."""
+    """The chunk of each stage, in the order of data; None: the modules are no V."""
     P, rank, module = graph.num_ranks, graph.stage_rank, graph.module_of
     chain = [stage for index in modules for stage in graph.modules[index].stages]
     last = [stage for stage in chain if rank[stage] == P - 1]
@@ -106,7 +106,7 @@ def _chunks(graph: WorkGraph, modules: Sequence[int]) -> dict[int, int] | None:
     return chunks if in_order and len({*parts}) == len(parts) else None
 
 
-def _actions(problem: PlanningProblem, kind: Kind, nodes: Sequence[Node]) -> list[Action]:
+def _actions(problem: PlanningProblem, kind: Kind, nodes: Sequence[StageWork]) -> list[Action]:
     """The actions of a slot, whose stages may have no backward, or none that is worth splitting."""
     graph = problem.graph
     if kind is Kind.F:
@@ -127,7 +127,7 @@ def _block(problem: PlanningProblem, forwards: Sequence[Action], backwards: Sequ
     if len(forwards) == len(backwards) == 1:
         return [Braid.of(*forwards, *backwards)]
     best: dict[tuple[int, int], tuple[float, list[Action]]] = {}
-    """(i, j) -> least seconds of the first i forwards and j backwards, and their entries."""
+    """For each (i, j), the least seconds of the first i forwards and j backwards, and their entries."""
 
     def then(i: int, j: int, *parts: Action) -> tuple[float, list[Action]]:
         seconds, entries = best[i, j]
@@ -151,7 +151,7 @@ class Writer:
         self._count = num_microbatches
         self._next = {(kind, leg): 0 for kind in (Kind.F, Kind.B) for leg in (0, 1)}
         self._waiting: list[tuple[int, int]] = []
-        """(leg, microbatch) of the Ws that are due, oldest first."""
+        """The Ws that are due, as (leg, microbatch), oldest first."""
 
     def done(self, kind: Kind, leg: int) -> int:
         """Number of microbatches whose F, or whose B or I, is written on a leg."""

@@ -26,9 +26,9 @@ from mmtrain.schedule.problem import EntryCost, PlanningProblem
 ROUNDING = 1e-9
 """Share of a time that is no difference."""
 REACH = 6
-"""Next entries of its rank among which an action looks for the other one of its block."""
+"""The next entries of its rank among which an action finds the other one of its block."""
 SHARES = (1.0, 0.75, 0.5, 0.0)
-"""Of all exchanges, that an end counts as hidden."""
+"""The shares of all exchanges that an end counts as hidden."""
 MOST_ROUNDS = 2
 """Runs from a plan's own end after each of these; more bring nothing."""
 
@@ -43,7 +43,7 @@ def braid(plan: Plan, problem: PlanningProblem) -> Plan:
     """
     if not problem.runs_units:
         return plan
-    entries: dict[Action, _Entry] = {}
+    entries: dict[Action, _OrderEntry] = {}
     best = given = _Simulated(plan, problem, entries)
     for share in SHARES:
         found = _Simulated(given.braided(share), problem, entries)
@@ -55,7 +55,7 @@ def braid(plan: Plan, problem: PlanningProblem) -> Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _OrderEntry:
     """One entry of an order."""
 
     action: Action
@@ -63,29 +63,29 @@ class _Entry:
     cost: EntryCost
     work: int
     load: Load | None
-    """None: it joins no other one."""
+    """The load by which it may join another entry; None: it joins none."""
 
-    def joins(self, other: "_Entry") -> bool:
+    def joins(self, other: "_OrderEntry") -> bool:
         """Whether both may be one block: a forward, and a B, I or W of another work."""
         both = self.load is not None and other.load is not None and self.work != other.work
         return both and (self.action.kind is Kind.F) != (other.action.kind is Kind.F)
 
 
 class _Latest(NamedTuple):
-    """When an entry has to end, so that all end in time."""
+    """The latest ends of an entry with which all entries end in time."""
 
     for_results: float
-    """For those that wait for its results."""
+    """The latest end for the entries that wait for its results."""
     for_next: float
-    """For the next entry of its rank."""
+    """The latest end for the next entry of its rank."""
 
 
-class _Rank:
+class _BraidedRank:
     """What one rank runs: its entries in their order, but for those that join an earlier one."""
 
     def __init__(
         self,
-        order: Sequence[_Entry],
+        order: Sequence[_OrderEntry],
         latest: Sequence[_Latest],
         limit_bytes: float | None,
         engine: Engine,
@@ -168,14 +168,14 @@ class _Rank:
 class _Simulated:
     """A plan with its times."""
 
-    def __init__(self, plan: Plan, problem: PlanningProblem, entries: dict[Action, _Entry]) -> None:
+    def __init__(self, plan: Plan, problem: PlanningProblem, entries: dict[Action, _OrderEntry]) -> None:
         """Args: entries: those that are known, of plans with the same options; new ones are added."""
         self.plan, self._problem = plan, problem
         for action in itertools.chain(*plan.orders):
             if action not in entries:
                 entries[action] = _entry(plan, problem, action)
         self._orders = [[entries[action] for action in order] for order in plan.orders]
-        """[rank][step]"""
+        """The entries, [rank][step]."""
         self._run = self._simulated(self._seconds(0.0))
         self.makespan_s = max((ends[-1] for ends in self._run.ends if ends), default=0.0)
 
@@ -199,7 +199,7 @@ class _Simulated:
         engine = Engine(self.plan.graph.items, self._problem.message_s)
         block_s = cache(lambda first, second: first.together(second).seconds)
         ranks = [
-            _Rank(order, latest, limit, engine, block_s)
+            _BraidedRank(order, latest, limit, engine, block_s)
             for order, latest, limit in zip(
                 self._orders, self._latest(share), self._problem.memory_limit_bytes, strict=True
             )
@@ -209,7 +209,7 @@ class _Simulated:
         return replace(self.plan, orders=tuple(tuple(rank.actions) for rank in ranks))
 
     def _in_time(self) -> list[tuple[int, int]]:
-        """(rank, step) of all entries in the order of their start, each after those that it needs."""
+        """All entries as (rank, step) in the order of their start, each after those that it needs."""
         steps = [iter(range(len(order))) for order in self._orders]
         topological = [(rank, next(steps[rank])) for rank in self._run.ranks]
         return sorted(topological, key=lambda at: self._run.starts[at[0]][at[1]])
@@ -235,8 +235,8 @@ class _Simulated:
         return [latest[::-1] for latest in reversed_latest]
 
 
-def _entry(plan: Plan, problem: PlanningProblem, action: Action) -> _Entry:
+def _entry(plan: Plan, problem: PlanningProblem, action: Action) -> _OrderEntry:
     graph, work = plan.graph, plan.graph.work_of(action)
     items = tuple(graph.items.item(part.kind, part.stage, graph.work_of(part)) for part in action.parts)
     load = plan.option(problem, action.stage, work).load(action.kind) if action.kind in COMPUTE else None
-    return _Entry(action, items, problem.entry_cost(action, work, plan.options), work, load)
+    return _OrderEntry(action, items, problem.entry_cost(action, work, plan.options), work, load)

@@ -1,4 +1,4 @@
-"""From a plan to a program: small pure passes that add transfers, waits and stage-wide actions.
+"""The lowering of a plan to a program: small pure passes that add transfers, waits and stage-wide actions.
 
 Rules: every rank's list is a part of one global order of compute and transfers, so no transport can deadlock, whatever
 its streams. Data-parallel replicas run different plans, so their collectives run in one canonical order at both ends of
@@ -22,7 +22,7 @@ from mmtrain.schedule.timeline import Row, Timeline
 KEEP = "keep"
 """Name of the memory option that the runtime can ignore."""
 
-Step = tuple[int, Action]
+RankAction = tuple[int, Action]
 """A rank and an action of its list."""
 
 
@@ -34,7 +34,7 @@ class Program:
     actions: tuple[tuple[Action, ...], ...]
     """[rank] -> its list."""
     memory: Mapping[tuple[int, int], str] = field(default_factory=dict)
-    """(stage, work) -> name of its memory option, of those with a backward; default: `KEEP`."""
+    """The name of the memory option of each (stage, work) with a backward; default: `KEEP`."""
 
     def __str__(self) -> str:
         """One line a rank: its actions separated by spaces; `parse` reads it back, without the memory options."""
@@ -100,7 +100,7 @@ def check_edges(graph: WorkGraph) -> None:
             seen[key] = work
 
 
-def order_globally(plan: Plan, problem: PlanningProblem, timeline: Timeline | None = None) -> list[Step]:
+def order_globally(plan: Plan, problem: PlanningProblem, timeline: Timeline | None = None) -> list[RankAction]:
     """All compute and transfers in one order: by simulated start, a transfer when its producer ends.
 
     Both ends of a transfer are adjacent, so any two ranks see their common transfers in the same order, in both
@@ -111,7 +111,7 @@ def order_globally(plan: Plan, problem: PlanningProblem, timeline: Timeline | No
     # Actions of zero duration may start together: the run order then keeps causes before effects.
     timeline = timeline or simulate(problem, plan)
     rows = sorted(timeline.rows, key=lambda row: (row.start_s, row.end_s, position[row.action]))
-    steps: list[Step] = []
+    steps: list[RankAction] = []
     leaving: list[tuple[float, int, Row]] = []
     for i, row in enumerate(rows):
         while leaving and leaving[0][0] <= row.start_s:
@@ -123,9 +123,9 @@ def order_globally(plan: Plan, problem: PlanningProblem, timeline: Timeline | No
     return steps
 
 
-def transfers_after(graph: WorkGraph, action: Action) -> list[Step]:
+def transfers_after(graph: WorkGraph, action: Action) -> list[RankAction]:
     """The transfers of a result of a compute action to other ranks, each send followed by its receive."""
-    steps: list[Step] = []
+    steps: list[RankAction] = []
     for part in action.parts:
         result = RESULT_OF.get(part.kind)
         if result is Kind.F:
@@ -142,16 +142,16 @@ def _remote(graph: WorkGraph, edges: Iterable[Edge]) -> list[Edge]:
     return [edge for edge in edges if not graph.is_local(edge)]
 
 
-def _pair(graph: WorkGraph, send: Kind, sender: int, receive: Kind, receiver: int, work: int) -> list[Step]:
+def _pair(graph: WorkGraph, send: Kind, sender: int, receive: Kind, receiver: int, work: int) -> list[RankAction]:
     return [
         (graph.stage_rank[sender], graph.action(send, sender, work, receiver)),
         (graph.stage_rank[receiver], graph.action(receive, receiver, work, sender)),
     ]
 
 
-def add_waits(graph: WorkGraph, steps: list[Step]) -> list[Step]:
+def add_waits(graph: WorkGraph, steps: list[RankAction]) -> list[RankAction]:
     """The steps with a wait for each received input directly before the compute action that consumes it."""
-    with_waits: list[Step] = []
+    with_waits: list[RankAction] = []
     for rank, action in steps:
         if action.kind not in NOT_COMPUTE:
             with_waits += [(rank, wait) for wait in waits_before(graph, action)]

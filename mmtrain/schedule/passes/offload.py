@@ -20,8 +20,8 @@ from mmtrain.schedule.problem import EntryCost, PlanningProblem
 EPSILON = 1e-9
 """Share of a time that is no difference."""
 
-Node = tuple[int, int]
-"""(stage, work)."""
+StageWork = tuple[int, int]
+"""A stage and a work."""
 
 
 def offload(plan: Plan, problem: PlanningProblem) -> Plan | None:
@@ -36,12 +36,12 @@ def offload(plan: Plan, problem: PlanningProblem) -> Plan | None:
         return None
     options = dict(plan.options)
     for rank in range(plan.graph.num_ranks):
-        if not _Rank(plan, problem, rank, options).offload():
+        if not _OffloadingRank(plan, problem, rank, options).offload():
             return None
     return replace(plan, options={node: option for node, option in options.items() if option})
 
 
-class _Held(NamedTuple):
+class _HeldActivation(NamedTuple):
     """An activation of a first chunk."""
 
     forward: int
@@ -50,20 +50,20 @@ class _Held(NamedTuple):
     """Step of its B, or I."""
 
 
-class _Rank:
+class _OffloadingRank:
     """One rank of a plan."""
 
-    def __init__(self, plan: Plan, problem: PlanningProblem, rank: int, options: dict[Node, int]) -> None:
+    def __init__(self, plan: Plan, problem: PlanningProblem, rank: int, options: dict[StageWork, int]) -> None:
         """Args: options: of all nodes; those of this rank change."""
         self._problem, self._options = problem, options
         self._entries = list(zip(plan.orders[rank], plan.works[rank], strict=True))
         self._limit_bytes = problem.memory_limit_bytes[rank]
         first_chunks = {stages[0] for stages in _stages_of_rank(problem, rank) if stages}
-        steps: dict[Node, dict[bool, int]] = {}
+        steps: dict[StageWork, dict[bool, int]] = {}
         for step, action, work in plan.parts[rank]:
             if action.stage in first_chunks and action.kind in (Kind.F, *BACKWARD):
                 steps.setdefault((action.stage, work), {})[action.kind in BACKWARD] = step
-        self._held = {node: _Held(of[False], of[True]) for node, of in steps.items() if len(of) == 2}
+        self._held = {node: _HeldActivation(of[False], of[True]) for node, of in steps.items() if len(of) == 2}
 
     def offload(self) -> bool:
         """Offloads until the limit is kept; whether it is."""
@@ -97,7 +97,7 @@ class _Rank:
         self._options[node] = option
         return freed if of.forward < now else 0.0
 
-    def _more(self, node: Node, held: _Held) -> tuple[float, int] | None:
+    def _more(self, node: StageWork, held: _HeldActivation) -> tuple[float, int] | None:
         """The option that offloads more at the least seconds for each byte, and these seconds; None: there is none.
 
         Of several such options it is the one that offloads least.

@@ -1,4 +1,4 @@
-"""When a rank may free the buffers that it has sent, derived from the program.
+"""The actions after which a rank may free the buffers that it has sent, derived from the program.
 
 A transport reports late (gloo: only by blocking) that a message has arrived. The program tells earlier: if the receiver
 waits for our message and later sends us another one, then our message has arrived once we have waited for that one.
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Transfer = tuple[Edge, bool]
 """An edge; True for its activation, False for the gradient."""
-Message = tuple[int, int, int, int, bool]
+TransferName = tuple[int, int, int, int, bool]
 """The name of a transfer in a program: source and target stage, microbatch, sub_microbatch, whether forward."""
 
 _FORWARD = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.WAIT_F})
@@ -36,7 +36,7 @@ def transfers(program: "Program", rank: int) -> dict[int, Transfer]:
     }
 
 
-def _message(action: Action) -> Message:
+def _message(action: Action) -> TransferName:
     kind, stage, peer = action.kind, action.stage, action.peer
     ends = (stage, peer) if kind in _AT_SOURCE else (peer, stage)
     return *ends, action.microbatch, action.sub_microbatch, kind in _FORWARD
@@ -63,8 +63,8 @@ def releases(
     Args: moved: `transfers` of the rank; None: they are looked up here.
     """
     stage_rank = program.graph.stage_rank
-    sent: dict[int, list[tuple[Message, Transfer]]] = {}
-    waited: dict[Message, int] = {}
+    sent: dict[int, list[tuple[TransferName, Transfer]]] = {}
+    waited: dict[TransferName, int] = {}
     for index, transfer in (transfers(program, rank) if moved is None else moved).items():
         action = program.actions[rank][index]
         if action.kind in SENDS:
@@ -73,8 +73,8 @@ def releases(
             waited[_message(action)] = index
     released: dict[int, list[Transfer]] = {}
     for peer, messages in sent.items():
-        arrived: dict[Message, int] = {}
-        replies: list[tuple[int, Message]] = []
+        arrived: dict[TransferName, int] = {}
+        replies: list[tuple[int, TransferName]] = []
         for index, action in enumerate(program.actions[peer]):
             if action.kind in WAITS and stage_rank[action.peer] == rank:
                 arrived[_message(action)] = index

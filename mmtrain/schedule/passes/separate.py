@@ -63,7 +63,7 @@ def separate_gradients(plan: Plan, problem: PlanningProblem, *, in_flight: Seque
 
 
 @dataclass(frozen=True)
-class _Outcome:
+class _SeparationResult:
     orders: tuple[tuple[Action, ...], ...]
     starts_s: Sequence[float]
     """[rank] -> of its first action."""
@@ -72,7 +72,7 @@ class _Outcome:
 
     @property
     def makespan_s(self) -> float:
-        """When the last rank ends; the first one starts at 0."""
+        """The end of the last rank; the first one starts at 0."""
         return max(self.ends_s)
 
     @property
@@ -80,7 +80,7 @@ class _Outcome:
         """The longest one of a rank."""
         return max(end - start for start, end in zip(self.starts_s, self.ends_s, strict=True))
 
-    def better(self, other: "_Outcome") -> "_Outcome":
+    def better(self, other: "_SeparationResult") -> "_SeparationResult":
         """The one of less makespan; else of less span; else of fewer split backwards; else this one."""
         for ours, theirs in ((self.makespan_s, other.makespan_s), (self.span_s, other.span_s)):
             if abs(ours - theirs) > ROUNDING * ours:
@@ -88,8 +88,8 @@ class _Outcome:
         return min(self, other, key=lambda outcome: sum(map(len, outcome.orders)))
 
 
-Pair = tuple[int, int]
-"""(stage, microbatch)."""
+StageMicrobatch = tuple[int, int]
+"""A stage and a microbatch."""
 
 
 class _Step(NamedTuple):
@@ -102,7 +102,7 @@ class _Step(NamedTuple):
     """Cost of I and of W; None: the entry stays as it is."""
     num_opened: int
     """Number of pairs of which it has the first F."""
-    pairs: tuple[Pair, ...]
+    pairs: tuple[StageMicrobatch, ...]
     """The pair of each B or W in it."""
 
     @property
@@ -111,16 +111,18 @@ class _Step(NamedTuple):
         return (self.separate[0] if self.separate else self.cost).seconds
 
 
-class _Rank:
+class _SimulatedRank:
     """What one rank has run, and what it holds."""
 
-    def __init__(self, limit_bytes: float | None, in_flight: float, owed: Counter[Pair]) -> None:
-        self._limit_bytes, self._in_flight, self._owed = limit_bytes, in_flight, owed
+    def __init__(
+        self, limit_bytes: float | None, in_flight: float, remaining_backwards: Counter[StageMicrobatch]
+    ) -> None:
+        self._limit_bytes, self._in_flight, self._remaining_backwards = limit_bytes, in_flight, remaining_backwards
         self._held_bytes, self._num_pairs = 0.0, 0
         self.order: list[Action] = []
         self.start_s = self.end_s = 0.0
-        self.waiting: list[tuple[Action, EntryCost, tuple[Pair, ...]]] = []
-        """(W, its cost, its pair), in the order of their Is."""
+        self.waiting: list[tuple[Action, EntryCost, tuple[StageMicrobatch, ...]]] = []
+        """The Ws that wait, each with its cost and its pair, in the order of their Is."""
 
     def fits(self, cost: EntryCost, num_opened: int = 0) -> bool:
         """Whether an action that opens some pairs fits into the limits now."""
@@ -129,7 +131,12 @@ class _Rank:
         return not is_over and (not num_opened or self._num_pairs + num_opened <= self._in_flight)
 
     def run(
-        self, action: Action, cost: EntryCost, pairs: tuple[Pair, ...], num_opened: int = 0, arrival_s: float = 0.0
+        self,
+        action: Action,
+        cost: EntryCost,
+        pairs: tuple[StageMicrobatch, ...],
+        num_opened: int = 0,
+        arrival_s: float = 0.0,
     ) -> None:
         """Runs an action as soon as its inputs have arrived. Args: pairs: of each B or W."""
         if not self.order:
@@ -139,8 +146,8 @@ class _Rank:
         self._held_bytes += cost.growth_bytes
         self._num_pairs += num_opened
         for pair in pairs:
-            self._owed[pair] -= 1
-            self._num_pairs -= not self._owed[pair]
+            self._remaining_backwards[pair] -= 1
+            self._num_pairs -= not self._remaining_backwards[pair]
 
     def run_weight(self, end_by_s: float = math.inf) -> bool:
         """Runs the first waiting W that ends by a given time; whether there is one."""
@@ -159,13 +166,13 @@ class _Separation:
         self._items, self._message_s = plan.graph.items, problem.message_s
         self._limits = list(zip(problem.memory_limit_bytes, in_flight, strict=True))
         self._steps = [list(_steps(plan, problem, rank)) for rank in range(plan.graph.num_ranks)]
-        """[rank][step]"""
+        """The steps, [rank][step]."""
         seconds = [[step.cost.seconds for step in steps] for steps in self._steps]
         whole = plan.run(seconds, self._message_s)
         quick = plan.run([[step.least_s for step in steps] for steps in self._steps], self._message_s)
         self._ranks = quick.ranks
         """The rank of each step, in topological order."""
-        self.given = _Outcome(
+        self.given = _SeparationResult(
             plan.orders, [min(s, default=0.0) for s in whole.starts], [max(e, default=0.0) for e in whole.ends]
         )
         # When a step starts, its seconds and those of all later ones are ahead of the rank, Ws included.
@@ -179,10 +186,10 @@ class _Separation:
         )
         """No plan of these orders has a shorter makespan."""
 
-    def run(self, end_by_s: Sequence[float]) -> _Outcome:
+    def run(self, end_by_s: Sequence[float]) -> _SeparationResult:
         """The orders of passes 2 and 3. Args: end_by_s: [rank] -> when to end, if possible."""
         ranks = [
-            _Rank(*limits, Counter(pair for step in steps for pair in step.pairs))
+            _SimulatedRank(*limits, Counter(pair for step in steps for pair in step.pairs))
             for limits, steps in zip(self._limits, self._steps, strict=True)
         ]
         engine, latest = Engine(self._items, self._message_s), self._latest(end_by_s)
@@ -206,7 +213,7 @@ class _Separation:
             while rank.run_weight():
                 pass
         orders = tuple(tuple(rank.order) for rank in ranks)
-        return _Outcome(orders, [rank.start_s for rank in ranks], [rank.end_s for rank in ranks])
+        return _SeparationResult(orders, [rank.start_s for rank in ranks], [rank.end_s for rank in ranks])
 
     def _latest(self, end_by_s: Sequence[float]) -> list[list[tuple[float, float]]]:
         """[rank][step] -> when it must start (as I) and end, so that each rank can end by a given time."""
@@ -233,7 +240,7 @@ class _Separation:
 def _steps(plan: Plan, problem: PlanningProblem, rank: int) -> Iterator[_Step]:
     """The entries of a rank's order."""
     graph, items, together = plan.graph, plan.graph.items, joined(plan.graph)
-    opened: set[Pair] = set()
+    opened: set[StageMicrobatch] = set()
     for step, group in groupby(plan.parts[rank], key=itemgetter(0)):
         parts = [(action, work) for _, action, work in group]
         pairs = [

@@ -35,7 +35,7 @@ def _split(
 ) -> Iterator[Action]:
     limit, held = problem.held_limit_bytes[rank], 0.0
     waiting: deque[tuple[int, Action, float]] = deque()
-    """(step of I, W, bytes that it holds)."""
+    """The Ws that wait: (step of its I, W, bytes that it holds)."""
     for step, (action, work) in enumerate(zip(plan.orders[rank], plan.works[rank], strict=True)):
         option = plan.option(problem, action.stage, work)
         splits = action.kind is Kind.B and (action.stage, work) in chosen

@@ -190,7 +190,7 @@ def _floats(values: list[float]) -> Array:
 
 
 def _bounds(lengths: Iterable[int]) -> Array:
-    """Where each of several rows begins if they lie one after the other, and the end of the last."""
+    """The start of each of several rows that lie one after the other, and the end of the last."""
     return np.concatenate([[0], np.cumsum(_integers(lengths))])
 
 

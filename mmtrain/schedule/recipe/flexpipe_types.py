@@ -11,14 +11,14 @@ from mmtrain.schedule.graph import ModuleStages, Work, WorkGraph
 from mmtrain.schedule.recipe.language import First, Placement, Recipe, Shape, Traversal
 
 CHUNKS = 2
-"""On each rank, of all placements but one-to-one."""
+"""The chunks on each rank of all placements but one-to-one."""
 WAYS = ("down", "up")
 """The modules of placements in both directions: two copies of the model, the second one from the last rank to the
 first, each with half of the microbatches."""
 
 
 def flexpipe_types(num_ranks: int) -> Iterator[tuple[str, Recipe]]:
-    """(name, recipe) of the 58 types, those of one placement one after the other.
+    """The 58 types with their names, those of one placement one after the other.
 
     42 are for problems of one module; the others, in both directions, for problems of two, named as in `WAYS`. At most
     2P microbatches are in flight in each stage of a rank.

@@ -30,7 +30,7 @@ class Score:
     span_s: tuple[float, ...]
     """[rank] -> seconds from its first start to its last end."""
     busy_s: tuple[float, ...]
-    """[rank]"""
+    """The busy seconds of each rank."""
     peak_bytes: tuple[float, ...]
     """[rank] -> most activation bytes."""
 

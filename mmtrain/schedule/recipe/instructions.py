@@ -11,7 +11,7 @@ from typing import Any
 
 from mmtrain.errors import RecipeError, shown
 from mmtrain.schedule.action import BRAID, KINDS, Kind
-from mmtrain.schedule.graph import Instruction as PlannedInstruction
+from mmtrain.schedule.graph import InstructionNode as PlannedInstruction
 from mmtrain.schedule.graph import ModuleStages, WorkGraph, linear_extension
 from mmtrain.schedule.items import Result
 from mmtrain.schedule.limits import SECONDS
@@ -25,15 +25,16 @@ class StageView:
     """The stage of an instruction, as its function sees it."""
 
     index: int
-    """Over all modules."""
+    """The index of the stage over all modules."""
     module: str
     chunk: int
-    """Of the module, counted from the front."""
+    """The chunk of the module, counted from the front."""
     rank: int
-    """Of the job; each rank that shares the stage (dp, cp, tp) calls the function with its own tensors."""
+    """The global rank in the job; each rank that shares the stage (dp, cp, tp) calls the function with its own
+    tensors."""
     pp_rank: int
     network: Any
-    """Its `torch.nn.Module`."""
+    """The `torch.nn.Module` of the stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +59,7 @@ class Instruction:
     """A word of capital letters, which plans and drawings show."""
     module: str
     chunk: int
-    """Of the module, counted from the front; below 0: from the end."""
+    """The chunk of the module, counted from the front; below 0: from the end."""
     function: InstructionFunction
     """Called without gradients. What it returns is ignored; if it raises, the job ends."""
     after: str | Sequence[str] = "F"
@@ -97,11 +98,11 @@ class Instruction:
 
     @property
     def kind(self) -> Kind:
-        """Of its actions."""
+        """The kind of its actions."""
         return Kind(self.name)
 
     def stage(self, modules: Sequence[ModuleStages]) -> int:
-        """Its stage. Raises: RecipeError: there is no such module or chunk."""
+        """The stage of the instruction. Raises: RecipeError: there is no such module or chunk."""
         stages = {module.name: module.stages for module in modules}
         if self.module not in stages:
             raise RecipeError(
@@ -197,7 +198,7 @@ def _works(given: Instruction, graph: WorkGraph) -> list[int]:
 def functions_of(
     instructions: Sequence[Instruction], modules: Sequence[ModuleStages]
 ) -> Mapping[tuple[Kind, int], InstructionFunction]:
-    """(kind, stage) -> function. Raises: RecipeError: as of `in_order` and `Instruction.stage`, or two are of one
+    """The functions by (kind, stage). Raises: RecipeError: as of `in_order` and `Instruction.stage`, or two are of one
     stage."""
     functions: dict[tuple[Kind, int], InstructionFunction] = {}
     for one in in_order(instructions):

@@ -38,21 +38,21 @@ class State(NamedTuple):
     """[entry of dependents] -> seconds of the transfer."""
     of_item: Any
     seconds: Any
-    """[item]"""
+    """[item] -> its seconds."""
     rank_of: Any
-    """[item]"""
+    """[item] -> its rank."""
     status: Any
     """[item] -> WAITING, READY (all that it needs has arrived) or STARTED."""
     age: Any
     """[item of F or B] -> position among all of its slot, oldest first."""
     stage: Any
-    """[node]"""
+    """[node] -> its stage."""
     component: Any
-    """[node]"""
+    """[node] -> its component."""
     microbatch: Any
     """[node] -> index of its microbatch among those of the iteration."""
     has_backward: Any
-    """[node]"""
+    """[node] -> whether it has a backward."""
     split: Any
     """[node] -> whether its backward is I and W."""
     queue: Any
@@ -99,7 +99,7 @@ class State(NamedTuple):
     kept: Any
     """[level * N + node] -> what is still held after an I."""
     limit: Any
-    """[pool]"""
+    """[pool] -> its limit."""
     total: Any
     """[pool] -> held by all components."""
     held: Any
@@ -368,7 +368,7 @@ class Costs(NamedTuple):
     rank_of: Any
     delay: Any
     seconds: Any
-    """[item]"""
+    """[item] -> its seconds."""
     needed_bytes: Any
     """[item] -> while it runs, in addition to what was held before it."""
     growth_bytes: Any
@@ -380,7 +380,7 @@ STARTS, ENDS, BUSY, PEAK = range(4)
 
 
 def measure(c: Any, begun: Any, arrival: Any, found: Any) -> None:
-    """When the actions of a plan run, and what each rank holds, as `simulate` says.
+    """Computes when the actions of a plan run, and what each rank holds, as `simulate` does.
 
     Args:
         begun: items in an order in which they could run one after the other.

@@ -18,24 +18,24 @@ Until = Literal["B", "I", "W"]
 Clock = Literal["seconds", "lockstep"]
 Shape = Literal["one-to-one", "circular", "v"]
 NO_LIMIT = 2**31
-"""In flight on a rank without a limit, and the largest limit."""
+"""The number in flight on a rank without a limit, and the largest limit."""
 MOST_CHUNKS = 1000
-"""Of a module on one rank."""
+"""The most chunks of a module on one rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traversal:
-    """In which order a rank visits its stages for the next forward, or for the next backward."""
+    """The order in which a rank visits its stages for the next forward, or for the next backward."""
 
     order: Order
     """breadth: stages with the front layers first. depth: those with the last layers first. oldest: the oldest
     microbatch first, whatever its stage."""
     every: int = 0
-    """That many of one stage run in a row before the traversal moves on to the next stage (and from the last to the
-    first); 0: after each action the traversal begins again."""
+    """The number of actions of one stage that run in a row before the traversal moves on to the next stage (and from
+    the last to the first); 0: after each action the traversal begins again."""
     wait: bool = False
-    """With `every`: a stage that has nothing ready is waited for, until it has run all works of the next `every`
-    microbatches. Else the next stage that can run has its turn."""
+    """Whether, with `every`, a stage that has nothing ready is waited for, until it has run all works of the next
+    `every` microbatches. Else the next stage that can run has its turn."""
 
     def __post_init__(self) -> None:
         _word("Traversal.order", self.order, get_args(Order))
@@ -49,7 +49,7 @@ class Traversal:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """On which ranks the chunks of a module are."""
+    """The ranks of a module's chunks."""
 
     shape: Shape = "one-to-one"
     """one-to-one: a chunk on each rank. circular: chunk j on rank j mod P. v: down the ranks and back up."""
@@ -111,12 +111,12 @@ class Moment:
     now: float
     """Seconds or steps since the start, by the recipe's clock."""
     ready: tuple[Action, ...]
-    """Of a step function: what the rank could start, as inputs are there and limits have room: F, then B or I, oldest
+    """In a step function, what the rank could start, as inputs are there and limits have room: F, then B or I, oldest
     first, then W, then instructions. Empty in a check function."""
     started: frozenset[Action]
-    """What this rank has started."""
+    """The actions that this rank has started."""
     last: Action | None
-    """What it started last."""
+    """The action that it started last; None: none."""
 
 
 Limit = int | Sequence[int] | Sequence[Sequence[int]] | Callable[[RankInfo], int]
@@ -149,15 +149,16 @@ class Recipe:
     """
 
     placement: Shape | Placement | Mapping[str, Shape | Placement] = "one-to-one"
-    """Of all modules, or module -> placement. A job cuts its model so; a problem's stages stay where they are."""
+    """The placement of all modules, or of each module by name. A job cuts its model so; a problem's stages stay where
+    they are."""
     first: First = "backward"
     """Kind that is preferred where both could start; alternate: the other one than before."""
     units: tuple[int, int] = (1, 1)
     """How many forwards, and backwards, a rank runs in a row before it chooses the kind anew."""
     forward: Order | Traversal = "breadth"
-    """Which stage's forward is first."""
+    """The order of stages for the next forward."""
     backward: Order | Traversal = "breadth"
-    """Which stage's backward is first."""
+    """The order of stages for the next backward."""
     in_flight: Limit | None = None
     """How many (microbatch, stage) pairs of one module a rank may have between the start of F and the end of `until`:
     of all ranks, [rank], [rank][its stages, front layers first], or a function of a `RankInfo`. None: no limit. Numbers
@@ -165,7 +166,8 @@ class Recipe:
     rank beyond those of its placement. One microbatch always has room, and a forward starts only if all microbatches in
     flight can still run to their end, oldest first."""
     until: Until = "B"
-    """Where a pair's flight ends. I: its input-gradient pass. B, W: the whole backward, also a split one."""
+    """The pass after which a pair is not in flight any more. I: its input-gradient pass. B, W: the whole backward, also
+    a split one."""
     split_backward: bool = False
     """Backwards are I and W where both take time; Ws run, oldest first, when a rank can start nothing else."""
     memory: bool = False
@@ -175,13 +177,15 @@ class Recipe:
     overrides: Mapping[str | int, Rule] = field(default_factory=dict)
     """Module name or rank -> what it does otherwise. `in_flight` of a module counts its own pairs on each rank."""
     check: Check | None = None
-    """(moment, action) -> whether it may start now. It is not asked for instructions."""
+    """A function (moment, action) -> whether it may start now. It is not asked for instructions."""
     step: Step | None = None
-    """moment -> which of `moment.ready` starts, or None; in place of `first`, `forward` and `backward`."""
+    """A function of a moment: which of `moment.ready` starts, or None; in place of `first`, `forward` and
+    `backward`."""
     instructions: Sequence[Instruction] = ()
     """Functions that ranks call between the actions of a training step; a rank starts one as soon as it can."""
     clock: Clock = "seconds"
-    """Of the choices. seconds: modelled times and transfers. lockstep: every action takes one step, transfers none."""
+    """The clock by which choices are made. seconds: modelled times and transfers. lockstep: every action takes one
+    step, transfers none."""
     idea: str = ""
     """A short description for lists."""
 

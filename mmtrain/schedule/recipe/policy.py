@@ -32,7 +32,7 @@ def plan_of(recipe: Recipe, problem: PlanningProblem, *, compiled: bool = False,
 
 
 def plan_with(recipe: Recipe, shared: Shared, *, compiled: bool = False, at_once: bool = False) -> Plan:
-    """As `plan_of`. Args: shared: of a problem with at least one work."""
+    """The plan of `plan_of`. Args: shared: of a problem with at least one work."""
     bound, has_functions = Bound(recipe, shared), recipe.check or recipe.step
     plan = _compiled(bound) if compiled and not at_once and not has_functions else None
     plan = plan or _run(bound, at_once=at_once)
@@ -55,7 +55,7 @@ def _run(bound: Bound, *, at_once: bool = False) -> Plan:
 
 
 def _compiled(bound: Bound) -> Plan | None:
-    """The same by the kernel; None: it gets stuck, and `_run` says why."""
+    """The plan of one run of the kernel; None: it gets stuck, and `_run` says why."""
     from mmtrain.schedule.recipe import arrays, kernel  # with numpy and numba
 
     state = arrays.Arrays(bound.shared).state(bound)

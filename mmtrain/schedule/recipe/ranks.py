@@ -36,7 +36,7 @@ class Ranks(Policy):
             [_Side(traversal(rule.forward), rule.units[F], stages) for rule, stages in rules],
             [_Side(traversal(rule.backward), rule.units[B], stages) for rule, stages in rules],
         ]
-        """[slot][rank]"""
+        """The traversal of each slot and rank, [slot][rank]."""
         self._last: list[int | None] = [None for _ in ranks]
         """[rank] -> slot of its last F or B."""
         self._in_a_row = [0 for _ in ranks]
@@ -158,7 +158,7 @@ class Ranks(Policy):
         return True
 
     def _side(self, item: int) -> "_Side":
-        """Where an F or B belongs."""
+        """The side that an F or B belongs to."""
         return self._sides[item >= self._items.num_nodes][self._items.rank_of[item]]
 
     # ----------------------------------------------------------------------------------------- functions
@@ -192,7 +192,7 @@ class Ranks(Policy):
         return sorted(queued, key=self._age.__getitem__) + self._weights[rank] + self._instructions[rank]
 
     def _moment(self, rank: int, ready: tuple[Action, ...] = ()) -> Moment:
-        """What a function sees."""
+        """The moment that a function of the recipe sees."""
         started = self._started[rank]
         if len(self._sets[rank]) < len(started):
             self._sets[rank] = frozenset(started)

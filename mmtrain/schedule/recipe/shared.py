@@ -20,7 +20,7 @@ class Shared:
         graph, items = problem.graph, problem.graph.items
         self.problem, self.graph, self.items = problem, graph, items
         self.component = components(graph)
-        """[work]"""
+        """[work] -> its component."""
         self.nodes = list(zip(items.stage, items.work, strict=True))
         """[node] -> (stage, work)."""
         depth = {module: position for position, module in enumerate(module_order(graph))}
@@ -122,9 +122,9 @@ class Settled:
         """Args: as of `Shared.settled`."""
         problem, items = shared.problem, shared.items
         self.chosen = choose_options(problem, shared.component) if memory else dict.fromkeys(shared.nodes, 0)
-        """(stage, work) -> index of its option."""
+        """The index of the option of each (stage, work)."""
         self.options = [problem.options(*node)[self.chosen[node]] for node in shared.nodes]
-        """[node]"""
+        """[node] -> its option."""
         self.split = [
             splits[stage] and flag and worth_splitting(option)
             for stage, flag, option in zip(items.stage, items.has_backward, self.options, strict=True)

@@ -13,7 +13,7 @@ from mmtrain.schedule.view.drawing import PAPER, Box, Drawing, headline, layout,
 _FILL = {Kind.F: "-", Kind.B: "=", Kind.I: "~", Kind.W: ":"}
 
 _WIDTH = 1600
-"""Of an SVG document, and of a PNG file unless it is given."""
+"""The width of an SVG document, and of a PNG file unless it is given."""
 
 
 def text(timeline: Timeline, width: int = 120) -> str:

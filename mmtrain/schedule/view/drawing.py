@@ -9,7 +9,7 @@ from mmtrain.schedule.action import Action, Kind
 from mmtrain.schedule.timeline import Row, Timeline
 
 Colour = str
-"""#rrggbb."""
+"""A colour as #rrggbb."""
 
 COLOURS: tuple[dict[Kind, Colour], ...] = (
     {Kind.F: "#9ecae1", Kind.B: "#2b6ca3", Kind.I: "#4a90c4", Kind.W: "#c9dfee"},
@@ -21,7 +21,7 @@ COLOURS: tuple[dict[Kind, Colour], ...] = (
 )
 """One hue a module: forward is light, backward dark, I and W in between."""
 INSTRUCTION_COLOUR: Colour = "#7b8794"
-"""Of the instructions of a recipe, whatever their module."""
+"""The colour of the instructions of a recipe, whatever their module."""
 _DARK = frozenset({Kind.B, Kind.I})
 _KIND_WORDS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward, input", Kind.W: "backward, weight"}
 

@@ -31,7 +31,7 @@ class Waits:
     action: Ints
     """Index of the action that was waited for, over the orders of all ranks; -1: nothing computed."""
     module: Ints
-    """Its module, as an index into the graph; -1: none."""
+    """The module of each action, as an index into the graph; -1: none."""
 
     def module_s(self, num_modules: int) -> tuple[float, ...]:
         """[module] -> rank-seconds in which ranks waited for it."""

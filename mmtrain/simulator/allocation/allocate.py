@@ -50,9 +50,10 @@ class Allocation:
     ranked: tuple[Ranked, ...]
     """The simulated ones, fastest first."""
     stability: StableBatch | None
-    """Of the pipeline ranks of the fastest candidate with modules on ranks of their own; None: there is none."""
+    """The stable batch for the pipeline ranks of the fastest candidate with modules on ranks of their own; None: there
+    is none."""
     stable_for: Estimate | None
-    """That candidate."""
+    """The candidate of `stability`."""
     samples_per_step: float
     """Samples of a step, on average."""
 
@@ -102,7 +103,7 @@ def allocate(
             f"allocate: no degrees of parallelism use {num_gpus} GPUs (--gpus) with training.global_batch_size = "
             f"{config.training.global_batch_size} and this model; change one of them"
         )
-    searching = replace(config, planner=replace(config.planner, budget_evaluations=evaluations, budget_s=0.0))
+    searching = replace(config, planner=config.planner.with_search(budget_evaluations=evaluations, budget_s=0.0))
     steps = [packed_step(config, costs, (seed, i)) for i in range(iterations)]
     judge = Judge(config=searching, steps=lambda job: steps)
     effort = Effort(num_steps=iterations, evaluations=evaluations)
@@ -175,5 +176,5 @@ def _ranked(
 
 
 def _short(problem: str) -> str:
-    """Without what to change."""
+    """The problem without the advice what to change."""
     return problem.partition(";")[0].partition(" (GiB")[0]

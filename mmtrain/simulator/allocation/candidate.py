@@ -13,7 +13,7 @@ class Candidate:
     """Values of some keys of a job's config, which lie over the config."""
 
     values: tuple[tuple[str, Any], ...] = ()
-    """(dotted key, value), in the order in which they were set."""
+    """The values by dotted key, in the order in which they were set."""
 
     def having(self, values: Mapping[str, Any]) -> "Candidate":
         """The candidate with further values, or others of the same keys."""
@@ -28,11 +28,11 @@ class Candidate:
         return {key: value for key, value in self.values if value_of(config, key) != value}
 
     def toml(self, config: Config) -> str:
-        """Its difference as sections of a TOML file."""
+        """The candidate's difference as sections of a TOML file."""
         return toml_of(self.difference(config))
 
     def described(self, config: Config) -> str:
-        """Its difference in one line."""
+        """The candidate's difference in one line."""
         return ", ".join(f"{key} = {shown(value)}" for key, value in self.difference(config).items())
 
 

@@ -1,4 +1,4 @@
-"""Which pipelines use a number of nodes best: multisets of templates with the shortest step. Pure.
+"""The pipelines that use a number of nodes best: multisets of templates with the shortest step. Pure.
 
 A *template* is one pipeline on some nodes: a copy of the model, and its seconds for a number of microbatches. A
 *composition* is a list of them that divide the microbatches of a step. Nothing enumerates compositions (64 nodes have
@@ -21,7 +21,7 @@ from mmtrain.errors import ConfigError
 from mmtrain.planner.partition.partition import Partition
 
 Layer = tuple[str, int]
-"""(module, index of the layer)."""
+"""A module, and the index of one of its layers."""
 Floats = npt.NDArray[np.float64]
 _EPSILON = 1e-9
 """Relative difference of seconds that are equal."""
@@ -39,9 +39,10 @@ class Template:
     depth: int
     """Pipeline ranks."""
     points: tuple[tuple[int, float], ...]
-    """(microbatches of a replica, seconds), ascending; linear between and behind them, and before the first as it."""
+    """The seconds for some microbatches of a replica, ascending; linear between and behind them, constant before the
+    first."""
     replicas: int = 1
-    """dp_shard: replicas inside of the pipeline, which divide its microbatches; each needs one."""
+    """The replicas (dp_shard) inside of the pipeline, which divide its microbatches; each needs one."""
     held: tuple[frozenset[Layer], ...] = ()
     """[node of the pipeline] -> layers of which it holds the state."""
     partition: Partition | None = None
@@ -49,7 +50,7 @@ class Template:
     grad_bytes: float = 0.0
     """Largest bytes of gradients that one rank has to sum with other pipelines."""
     peak_bytes: float = 0.0
-    """Of the most loaded rank; 0: unknown."""
+    """The peak bytes of the most loaded rank; 0: unknown."""
 
     def seconds(self, microbatches: int) -> float:
         """Seconds of a step without sums between pipelines. Args: microbatches: of the pipeline, at least one a
@@ -101,11 +102,11 @@ class Templates:
     """The templates of a job, and the compositions that they make."""
 
     templates: tuple[Template, ...]
-    """By ascending nodes, one for a number of nodes."""
+    """The templates by ascending nodes, one for a number of nodes."""
     max_failures: int
-    """f: a composition has at least f + 1 pipelines."""
+    """The failures f: a composition has at least f + 1 pipelines."""
     microbatches: int
-    """Of a step."""
+    """The microbatches of a step."""
     max_nodes: int
     """The largest number of nodes that is asked for."""
     sums_s: Callable[[Sequence[Template]], float] = lambda pipelines: 0.0
@@ -252,9 +253,9 @@ class _Knapsack:
     """The most microbatches that pipelines end in time."""
 
     templates: list[Template]
-    """Those that end one microbatch of each replica in time."""
+    """The templates that end one microbatch of each replica in time."""
     capacity: Floats
-    """[template]"""
+    """[template] -> the microbatches that it ends in time."""
     total: Floats
     """[number of pipelines, nodes] -> the largest sum of capacities on at most as many nodes."""
     least: int

@@ -56,7 +56,7 @@ class Estimate:
     candidate: Candidate
     """The settings of both."""
     seconds: float
-    """Of an iteration by equation 4.2."""
+    """The seconds of an iteration by equation 4.2."""
 
     @property
     def key(self) -> tuple[float, int, int, int, tuple[int, ...]]:

@@ -14,7 +14,7 @@ from functools import cached_property
 from mmtrain.config.config import Config, each_pipeline, of_pipeline, with_depths
 from mmtrain.costs.operators.cluster import Cluster
 from mmtrain.errors import ConfigError, MemoryLimitError
-from mmtrain.modality.typical import Bins, reference_sizes
+from mmtrain.modality.typical import TypicalSizes, reference_sizes
 from mmtrain.planner.assignment.dealing import microbatch_seconds
 from mmtrain.planner.job import Job
 from mmtrain.planner.memory.limit import MemoryRule
@@ -46,7 +46,7 @@ class ElasticLayouts:
     """The layouts of one elastic job."""
 
     config: Config
-    """With elastic.enable."""
+    """The config of a job with elastic.enable."""
     ranks_per_node: int
     device_bytes: float | None = None
     """Memory of a rank's device, the same value in all processes; None: that of `planner.hardware`, if it is set."""
@@ -93,7 +93,7 @@ class ElasticLayouts:
         return self._best(range(smallest, largest + 1), nodes, pipelines, before or ())
 
     def smallest(self, nodes: int) -> int | TooFewNodes:
-        """n_0, the nodes of the smallest pipeline; or why some nodes have none. Errors: see `layout`."""
+        """The nodes n_0 of the smallest pipeline; or why some nodes have none. Errors: see `layout`."""
         given = self.config.elastic.min_nodes
         least_depth = 1 if self.config.planner.placement == "spread" else 2
         least = given or math.ceil(least_depth / self._stages)
@@ -216,7 +216,7 @@ class ElasticLayouts:
         """[pp_rank] -> seconds of a typical microbatch; of a model for which none can be drawn, in proportion to
         FLOPs."""
         try:
-            bins = replace(Bins.typical(config), num_microbatches=_TYPICAL)
+            bins = replace(TypicalSizes.typical(config), num_microbatches=_TYPICAL)
             drawn = draw(usual_workload(config), bins, seed=0, iteration=0)
             return [float(seconds) for seconds in microbatch_seconds(job, drawn).mean(axis=0)]
         except ConfigError:  # the encoder does not read images
@@ -224,7 +224,7 @@ class ElasticLayouts:
             loads = [0.0] * job.partition.num_ranks
             for stage in job.partition.stages:
                 flops = job.spec.layer_flops(stage.module, sizes[stage.module])[slice(*stage.layers)]
-                loads[stage.pp_rank] += sum(layer.total for layer in flops) / config.planner.flops_per_s
+                loads[stage.pp_rank] += sum(layer.total for layer in flops) / config.planner.device.flops_per_s
             return loads
 
     @property
@@ -248,7 +248,7 @@ class ElasticLayouts:
 
     @cached_property
     def _network(self) -> Cluster | None:
-        """Between the nodes; None: unknown."""
+        """The network between the nodes; None: unknown."""
         hardware = self.config.planner.hardware
         return Cluster.of(hardware) if hardware else None
 

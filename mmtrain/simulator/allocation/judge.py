@@ -21,13 +21,13 @@ from mmtrain.planner.search_settings import PLANNED
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.timeline import Timeline
 from mmtrain.simulator.allocation.candidate import Candidate
-from mmtrain.simulator.steps import Step
+from mmtrain.simulator.steps import StepMicrobatches
 from mmtrain.simulator.study import ScheduledJob
 from mmtrain.simulator.whole_iteration import SimulatedIteration
 
 GIB = 2.0**30
 MOST_MICROBATCHES = 256
-"""Of a step, that are simulated."""
+"""The most microbatches of a step that are simulated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Effort:
     """Plans that a search tries for each iteration, if the job searches; 0: none."""
     num_steps: int = 1
     num_microbatches: int = MOST_MICROBATCHES
-    """Of a step, that are simulated."""
+    """The microbatches of a step that are simulated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +49,13 @@ class Judged:
     seconds: tuple[float, ...] = ()
     """[step] -> of the iteration; empty: it does not run."""
     peak_bytes: float = 0.0
-    """Of the most loaded rank; 0: unknown."""
+    """The peak bytes of the most loaded rank; 0: unknown."""
     peak_rank: int = 0
-    """That pipeline rank."""
+    """The most loaded pipeline rank."""
     bubble: float = 0.0
     """Idle fraction of the pipeline ranks, mean over the steps."""
     mfu: float | None = None
-    """None: the peak rate of a device is unknown."""
+    """Model FLOPs utilisation; None: the peak rate of a device is unknown."""
     problem: str = ""
     """Why it does not run."""
     missing_bytes: float = math.inf
@@ -72,10 +72,10 @@ class Judge:
     """Judges candidates of one job."""
 
     config: Config
-    steps: Callable[[Config], Sequence[Step]]
+    steps: Callable[[Config], Sequence[StepMicrobatches]]
     """[step] of a job; the same ones for all jobs of equal microbatches."""
     seed: int = 0
-    """Of searches."""
+    """The seed of searches."""
     _jobs: dict[Candidate, tuple[ScheduledJob, Machine] | Judged] = field(default_factory=dict, repr=False)
     """Candidate -> its job, or why it has none."""
     _seconds: dict[MicrobatchMeta, float] = field(default_factory=dict, repr=False)
@@ -129,7 +129,7 @@ class Judge:
                 job = candidate.job(self.config)
                 machine = Machine.of(job)
                 schedule = PLANNED if job.planner.enable else job.parallelism.pipeline_parallel_schedule
-                evaluations = job.planner.budget_evaluations or 1
+                evaluations = job.planner.search.budget_evaluations or 1
                 made = ScheduledJob.of(job, schedule, evaluations, machine, tells_apart=False)
                 self._jobs[candidate] = made, machine
             except MemoryLimitError as error:
@@ -202,7 +202,7 @@ def _steady_s(iteration: SimulatedIteration, slowest: Timeline, num_microbatches
 
 def _with_effort(job: ScheduledJob, effort: Effort) -> ScheduledJob:
     """The job whose searches try as many plans; its partition stays."""
-    changed = replace(job.simulator.jobs[0].section, budget_evaluations=effort.evaluations or 1)
+    changed = job.simulator.jobs[0].section.with_search(budget_evaluations=effort.evaluations or 1)
     if not effort.evaluations:
-        changed = replace(changed, strategy="first")
+        changed = changed.with_search(strategy="first")
     return replace(job, simulator=job.simulator.with_jobs(lambda own: replace(own, section=changed)))

@@ -10,16 +10,16 @@ from mmtrain.errors import ConfigError
 from mmtrain.simulator.allocation.compositions import Composition, Templates
 
 
-def local(templates: Templates, composition: Composition, lost: Sequence[int]) -> Composition:
+def local(templates: Templates, composition: Composition, num_lost: Sequence[int]) -> Composition:
     """The composition after some nodes were lost.
 
     Each pipeline that lost nodes takes the template of those that it has left; else it borrows nodes up to the smallest
     template; else it is merged with others. Pipelines keep their order; merged ones have the position of the first.
 
-    Args: lost: [pipeline] -> its lost nodes.
+    Args: num_lost: [pipeline] -> number of its lost nodes.
     Raises: ConfigError: fewer than f + 1 pipelines are left, or a template is missing.
     """
-    left = [nodes - gone for nodes, gone in zip(composition.nodes, lost, strict=True)]
+    left = [nodes - gone for nodes, gone in zip(composition.nodes, num_lost, strict=True)]
     least = templates.templates[0].nodes
     while (short := next((i for i, nodes in enumerate(left) if nodes < least), None)) is not None:
         spare = [max(0, nodes - least) for nodes in left]

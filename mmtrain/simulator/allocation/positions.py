@@ -1,4 +1,4 @@
-"""Which node takes which position of a layout, so that the fewest bytes of state are copied. Pure."""
+"""The position of each node in a layout, such that the fewest bytes of state are copied. Pure."""
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass

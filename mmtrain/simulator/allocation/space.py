@@ -26,13 +26,13 @@ AXES: Mapping[str, str] = {
 """Axis -> what it changes."""
 
 MODES = ("full", "selective")
-"""Of activation_checkpoint.mode, in place of a choice for each block."""
+"""The values of activation_checkpoint.mode that are tried in place of a choice for each block."""
 SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBV", "ZB-AutoSchedule")
 """Schedules that are tried in place of searched plans, whose first plan is that of `interleave`."""
 
 _VOCABULARY = "parallelism.vocabulary_parallel"
 
-Values = Mapping[str, Any]
+ConfigValues = Mapping[str, Any]
 """Dotted key -> value."""
 
 
@@ -63,7 +63,7 @@ class Space:
             for mesh in self._meshes()
         ]
 
-    def settled(self, values: Values) -> Candidate:
+    def settled(self, values: ConfigValues) -> Candidate:
         """Values over the settings that the search begins with: cut by a rule, memory by the planner, searched."""
         begin = {**self._cut({"planner.partition": "dip"}), **self._memory, **self._search}
         return Candidate().having(self._free({**begin, **values}))
@@ -77,8 +77,8 @@ class Space:
             values[_VOCABULARY] = "search"
         return candidate.having(self._free(self._cut(values)))
 
-    def others(self, mesh: JobLayout) -> Iterator[tuple[str, Values]]:
-        """(axis, values) to try in place of a candidate's own, one at a time."""
+    def others(self, mesh: JobLayout) -> Iterator[tuple[str, ConfigValues]]:
+        """The values to try in place of a candidate's own, one at a time, each with its axis."""
         tried = [*self._other_degrees(mesh), *self._other_cuts(mesh), *self._other_memory()]
         tried += self._other_schedules(mesh)
         for axis, values in tried:
@@ -87,7 +87,7 @@ class Space:
 
     def braided(self, candidate: Candidate, mesh: JobLayout) -> Candidate | None:
         """The candidate with blocks; None: it has none, or the axis is not to be tried."""
-        values = self._free({"planner.braid": True})
+        values = self._free({"planner.search.braid": True})
         if "braid" not in self.axes or not values or mesh.tp == 1:
             return None
         return candidate.having(values)
@@ -160,22 +160,22 @@ class Space:
             )
         return found
 
-    def _batches(self) -> list[Values]:
+    def _batches(self) -> list[ConfigValues]:
         """The numbers of tokens of a microbatch: that of the job, then others with as many tokens a step."""
         training = self.config.training
-        batches: list[Values] = [{}]
+        batches: list[ConfigValues] = [{}]
         for tokens in self.tokens:
             total = training.seq_len * training.global_batch_size
             if tokens != training.seq_len:
                 batches.append({"training.seq_len": tokens, "training.global_batch_size": total // tokens})
         return batches
 
-    def _encoders(self, mesh: JobLayout, how: str) -> Values:
+    def _encoders(self, mesh: JobLayout, how: str) -> ConfigValues:
         key = "parallelism.encoder_tensor_parallel"
         divided = self.config.model.encoders and "degrees" in self.axes
         return {key: how if mesh.tp > 1 else "shard"} if divided else {}
 
-    def _other_degrees(self, mesh: JobLayout) -> Iterator[tuple[str, Values]]:
+    def _other_degrees(self, mesh: JobLayout) -> Iterator[tuple[str, ConfigValues]]:
         if mesh.tp > 1 and (values := self._encoders(mesh, "data")):
             yield "degrees", values
 
@@ -189,7 +189,7 @@ class Space:
     def _several(self) -> bool:
         return len(self._sections) > 1
 
-    def _cut(self, values: Values) -> Values:
+    def _cut(self, values: ConfigValues) -> ConfigValues:
         """Values of the cut, with all modules open; nothing if the axis is not to be tried."""
         if "cut" not in self.axes:
             return {}
@@ -203,7 +203,7 @@ class Space:
         unequal = self.config.elastic.enable or self.config.parallelism.pipelines
         return mesh.pp > 1 and self.config.model.dit is None and not unequal
 
-    def _other_cuts(self, mesh: JobLayout) -> Iterator[tuple[str, Values]]:
+    def _other_cuts(self, mesh: JobLayout) -> Iterator[tuple[str, ConfigValues]]:
         for section, module in zip(self._sections, self.config.model.cut_modules.values(), strict=True):
             if getattr(module, "sub_microbatch_size", 0):
                 yield "cut", {f"{section}.sub_microbatch_size": 0}
@@ -215,47 +215,47 @@ class Space:
     # ------------------------------------------------------------------------------------------ memory
 
     @cached_property
-    def _memory(self) -> Values:
+    def _memory(self) -> ConfigValues:
         if "memory" not in self.axes:
             return {}
         limit = self.config.planner.memory_limit or PLANNED_LIMIT
         return {
             "activation_checkpoint.mode": "none",
-            "planner.memory": True,
+            "planner.search.memory": True,
             "planner.memory_limit": limit,
-            "planner.activation_memory_gib": 0.0,
+            "planner.search.activation_memory_gib": 0.0,
         }
 
-    def _other_memory(self) -> Iterator[tuple[str, Values]]:
+    def _other_memory(self) -> Iterator[tuple[str, ConfigValues]]:
         for mode in MODES:
             yield "memory", {"activation_checkpoint.mode": mode}
 
     # ---------------------------------------------------------------------------------------- schedules
 
     @cached_property
-    def _search(self) -> Values:
+    def _search(self) -> ConfigValues:
         if "schedule" not in self.axes:
             return {}
         return {
             "planner.enable": True,
-            "planner.interleave": True,
-            "planner.braid": False,
-            "planner.eager_forwards": 0,
+            "planner.search.interleave": True,
+            "planner.search.braid": False,
+            "planner.search.eager_forwards": 0,
             "parallelism.pipeline_parallel_schedule": "interleave",
             "parallelism.separate_gradients": False,
         }
 
-    def _other_schedules(self, mesh: JobLayout) -> Iterator[tuple[str, Values]]:
+    def _other_schedules(self, mesh: JobLayout) -> Iterator[tuple[str, ConfigValues]]:
         if mesh.pp == 1:
             return
         for name in self.schedules:
             for values in self.ordered(name, mesh):
                 yield "schedule", values
 
-    def ordered(self, name: str, mesh: JobLayout) -> Iterator[Values]:
+    def ordered(self, name: str, mesh: JobLayout) -> Iterator[ConfigValues]:
         """The order of a schedule as it is, with memory options that the planner fits: on any cut if it keeps memory
         limits by itself, else on one chain of all modules with the chunks that it is for."""
-        order = {"parallelism.pipeline_parallel_schedule": name, "planner.interleave": False}
+        order = {"parallelism.pipeline_parallel_schedule": name, "planner.search.interleave": False}
         schedule = schedule_of(name, mesh.pp)
         if "cut" not in self.axes or (schedule.keeps_memory_limits and not schedule.segments):
             yield self._free(order)
@@ -271,5 +271,5 @@ class Space:
         """Whether FlexPipe's types are candidates: for chains of one module."""
         return "schedule" in self.axes and "cut" in self.axes and not self._several
 
-    def _free(self, values: Values) -> dict[str, Any]:
+    def _free(self, values: ConfigValues) -> dict[str, Any]:
         return {key: value for key, value in values.items() if key not in self.fixed}

@@ -22,7 +22,7 @@ Counts = NDArray[np.int64]
 LARGEST = 1 << 16
 """Samples of the largest batch that is tried by default."""
 LEAST_PROBABILITY = 1e-4
-"""Of alpha and p_error; the number of batches that are drawn grows as its inverse."""
+"""The least alpha and p_error; the number of batches that are drawn grows as its inverse."""
 _AT_ONCE = 16
 """Batches that are drawn together, before a size is given up; a change would change the draws."""
 
@@ -32,11 +32,11 @@ class Trial:
     """The batches of one size."""
 
     num_samples: int
-    """Of each batch."""
+    """The samples of each batch."""
     num_batches: int
-    """k and the reference batch; fewer if these already disagree."""
+    """The number of batches, k and the reference batch; fewer if these already disagree."""
     allocations: tuple[tuple[tuple[int, ...], int], ...]
-    """(pipeline ranks of each module, number of batches that ask for them), the most frequent first."""
+    """The pipeline ranks of each module, each with the number of batches that ask for them, the most frequent first."""
     passed: bool
     """Whether all of them ask for what all samples together ask for."""
 
@@ -49,7 +49,7 @@ class StableBatch:
     whole: tuple[int, ...]
     """Pipeline ranks of each module by all samples together."""
     num_samples: int
-    """b_min; 0: no batch that was tried is stable."""
+    """The samples of the smallest stable batch, b_min; 0: no batch that was tried is stable."""
     message: str
     """What this says, in one sentence."""
 
@@ -65,7 +65,8 @@ def check_probabilities(alpha: float, p_error: float) -> None:
 
 
 def num_trials(alpha: float, p_error: float) -> int:
-    """k: as many agreeing batches show, with confidence 1 - alpha, that at most p_error of all batches disagree."""
+    """The number k of agreeing batches that show, with confidence 1 - alpha, that at most p_error of all batches
+    disagree."""
     return math.ceil(math.log(alpha) / math.log1p(-p_error))
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from mmtrain.config.config import Config
 from mmtrain.config.elastic import ElasticConfig
 from mmtrain.config.topology import JobLayout
-from mmtrain.costs.machine import Network
+from mmtrain.costs.machine import RankNetwork
 from mmtrain.costs.operators.cluster import Cluster
 from mmtrain.costs.operators.graph import DeviceKind, OpKind, Phase
 from mmtrain.errors import ConfigError
@@ -32,7 +32,7 @@ from mmtrain.simulator.allocation.compositions import Composition, Layer, Templa
 from mmtrain.simulator.allocation.degrees import divisors, priced_layers, values_of
 from mmtrain.simulator.allocation.judge import GIB, Effort, Judge, Judged
 from mmtrain.simulator.allocation.mapping import map_stages
-from mmtrain.simulator.steps import Step, packed_step
+from mmtrain.simulator.steps import StepMicrobatches, packed_step
 from mmtrain.spec.builders import DTYPE_BYTES, model_spec
 from mmtrain.spec.spec import ModelSpec
 
@@ -48,15 +48,15 @@ class TemplateMaker:
 
     config: Config
     costs: SampleCosts
-    """Of samples of its source."""
+    """The costs of samples of its source."""
     nodes: int
     """N, all that there are."""
     max_failures: int
-    """f."""
+    """The failures f that a job must survive."""
     evaluations: int = 20
     """Plans that a search tries for each number of microbatches, with planner.enable."""
     seed: int = 0
-    """Of all draws."""
+    """The seed of all draws."""
     progress: Callable[[], None] = lambda: None
     """Called after each simulated template."""
     _made: dict[tuple[JobLayout, int], Template | Judged] = field(default_factory=dict, repr=False)
@@ -79,7 +79,7 @@ class TemplateMaker:
 
     @property
     def node_bytes_per_s(self) -> float:
-        """At which a node receives what other nodes send."""
+        """The rate at which a node receives what other nodes send."""
         hardware = self.cluster.hardware
         reached = hardware.efficiency_of(OpKind.P2P, Phase.FORWARD).network
         return hardware.links[DeviceKind.NETWORK].bytes_per_s * reached * self.per_node
@@ -134,7 +134,8 @@ class TemplateMaker:
         return self._judge.judge(Candidate().having(values), Effort(evaluations=self.evaluations)).mean_s
 
     def smallest(self, stage: JobLayout) -> int:
-        """n_0 of some degrees of a stage. Raises: ConfigError: more than all nodes, or too few microbatches."""
+        """The nodes n_0 of the smallest pipeline with some degrees of a stage. Raises: ConfigError: more than all
+        nodes, or too few microbatches."""
         check_microbatches(self.config.training.global_batch_size, self.max_failures, stage.dp)
         closest: Judged | None = None
         for nodes in range(1, self.nodes + 1):
@@ -200,7 +201,7 @@ class TemplateMaker:
         return Judge(config=self.config, steps=lambda job: [steps[: job.training.global_batch_size]], seed=self.seed)
 
     @cached_property
-    def typical(self) -> Step:
+    def typical(self) -> StepMicrobatches:
         """The microbatches of a step, such that each beginning of it has small and large ones in equal parts.
 
         By the golden ratio's sequence over the microbatches in the order of their work, from the middle one.
@@ -290,7 +291,7 @@ class _DoesNotFitError(ConfigError):
         self.judged = judged
 
 
-def sums_s(network: Network, pipelines: Sequence[Template], per_node: int) -> float:
+def sums_s(network: RankNetwork, pipelines: Sequence[Template], per_node: int) -> float:
     """Seconds of the sums between pipelines: one all-reduce of the largest gradients of a rank of any pipeline.
 
     An upper bound where pipelines are equal, since it overlaps with nothing.

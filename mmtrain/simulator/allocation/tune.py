@@ -1,5 +1,5 @@
-"""Which settings make a job fastest on some GPUs: a search over degrees, cut, memory, schedule and blocks by successive
-halving, judged by the simulator. Pure.
+"""The settings that make a job fastest on some GPUs: a search over degrees, cut, memory, schedule and blocks by
+successive halving, judged by the simulator. Pure.
 
 1. All degrees that fit, with the partition's rule and a first plan, on the first microbatches of one step; the best
    sixteen of them also with blocks.
@@ -31,9 +31,9 @@ from mmtrain.simulator.allocation.recipes import best_recipes
 from mmtrain.simulator.allocation.space import Space
 
 SECOND, THIRD = 8, 3
-"""Candidates that are looked at closer, and those whose other values are tried."""
-FIRST_LOOK = Effort(num_microbatches=16, evaluations=0)
-OF_CUT_AND_SEARCH = {"planner.partition", "planner.interleave"}
+"""Candidates that are judged more closely, and those whose other values are tried."""
+FIRST_EFFORT = Effort(num_microbatches=16, evaluations=0)
+OF_CUT_AND_SEARCH = {"planner.partition", "planner.search.interleave"}
 """Keys that a searched partition of a searching job sets otherwise."""
 HELPS = 0.005
 """Part of the seconds that another value has to save."""
@@ -51,9 +51,9 @@ class Tuned:
     num_tried: int
     """Candidates that were judged at all."""
     refused: tuple[tuple[str, int], ...]
-    """(why, number) of candidates that do not run, the most frequent first."""
+    """The reasons why candidates do not run, each with their number, the most frequent first."""
     effort: Effort
-    """Of the last look."""
+    """The effort of the last judgement."""
 
     @property
     def best(self) -> Judged:
@@ -70,31 +70,33 @@ class Tuner:
     keep: int = 3
     """Candidates that are judged as the job would run."""
     effort: Effort
-    """Of the last look."""
+    """The effort of the last judgement."""
     recipes: Path | None = None
     """Folder for the files of recipes; None: none are tried."""
     progress: Callable[[str], None] = lambda what: None
-    """Called before each candidate with the name of the look."""
+    """Called before each candidate with the name of the round."""
 
     def __post_init__(self) -> None:
-        # Fewer evaluations than the last look's would favour schedules that nothing is searched for.
-        self._second_look = Effort(num_microbatches=FIRST_LOOK.num_microbatches, evaluations=self.effort.evaluations)
+        # Fewer evaluations than the last round's would favour schedules that nothing is searched for.
+        self._second_effort = Effort(
+            num_microbatches=FIRST_EFFORT.num_microbatches, evaluations=self.effort.evaluations
+        )
         self._tried: dict[Candidate, str] = {}
         """Candidate -> why it does not run; empty if it does."""
 
     def run(self) -> Tuned:
         """The best candidates. Raises: ConfigError: nothing runs; with what comes closest."""
-        second = [self._look(one.candidate, self._second_look, "searches") for one in self._first()]
-        third = [look for one in self._best(second)[:THIRD] for look in self._improved(one)]
+        second = [self._judged(one.candidate, self._second_effort, "searches") for one in self._first()]
+        third = [better for one in self._best(second)[:THIRD] for better in self._improved(one)]
         finalists = self._of_degrees([*second, *third])[: self.keep]
         config = self.space.config
-        looks = [self._look(one.candidate, self.effort, "whole steps") for one in finalists]
-        rows = ordered([one for one in looks if one.seconds], config)
+        judged = [self._judged(one.candidate, self.effort, "whole steps") for one in finalists]
+        rows = ordered([one for one in judged if one.seconds], config)
         if not rows:
-            raise ConfigError(nothing_runs(looks or second, config))
+            raise ConfigError(nothing_runs(judged or second, config))
         own = None
         if config.parallelism.layout.world_size == self.space.num_gpus:
-            own = self._look(Candidate(), self.effort, "the job as it is")
+            own = self._judged(Candidate(), self.effort, "the job as it is")
         reasons = Counter(short(problem) for problem in self._tried.values() if problem)
         return Tuned(
             config=config,
@@ -107,39 +109,39 @@ class Tuner:
 
     def _first(self) -> list[Judged]:
         """The best degrees, with blocks where those are faster."""
-        looks = [self._look(one, FIRST_LOOK, "degrees") for one in self.space.first()]
-        runs = self._best(looks)
+        judged = [self._judged(one, FIRST_EFFORT, "degrees") for one in self.space.first()]
+        runs = self._best(judged)
         if not runs:
-            raise ConfigError(nothing_runs(looks, self.space.config))
+            raise ConfigError(nothing_runs(judged, self.space.config))
         for one in runs[: 2 * SECOND]:
             braided = self.space.braided(one.candidate, self._mesh(one))
             if braided is not None:
-                runs.append(self._look(braided, FIRST_LOOK, "blocks"))
+                runs.append(self._judged(braided, FIRST_EFFORT, "blocks"))
         return self._of_degrees(runs)[:SECOND]
 
     def _improved(self, one: Judged) -> list[Judged]:
         """A candidate with those other values that help, the most helpful of each axis, one after the other; and with
         a searched partition and the helpful values that leave cut and search alone."""
-        begin = self._look(one.candidate, FIRST_LOOK, "other settings")
+        begin = self._judged(one.candidate, FIRST_EFFORT, "other settings")
         helps: dict[str, Judged] = {}
         values_of: dict[Candidate, Mapping[str, Any]] = {}
         for axis, values in [*self.space.others(self._mesh(one)), *self._recipes(one)]:
-            look = self._look(one.candidate.having(values), FIRST_LOOK, "other settings")
-            values_of[look.candidate] = values
-            if look.mean_s < min(begin.mean_s * (1 - HELPS), helps.get(axis, begin).mean_s):
-                helps[axis] = look
+            other = self._judged(one.candidate.having(values), FIRST_EFFORT, "other settings")
+            values_of[other.candidate] = values
+            if other.mean_s < min(begin.mean_s * (1 - HELPS), helps.get(axis, begin).mean_s):
+                helps[axis] = other
         best, searched = one, one.candidate
-        for helpful in sorted(helps.values(), key=lambda look: look.mean_s):
+        for helpful in sorted(helps.values(), key=lambda other: other.mean_s):
             values = values_of[helpful.candidate]
-            look = self._look(best.candidate.having(values), self._second_look, "other settings")
-            if look.mean_s < best.mean_s * (1 - HELPS):
-                best = look
+            other = self._judged(best.candidate.having(values), self._second_effort, "other settings")
+            if other.mean_s < best.mean_s * (1 - HELPS):
+                best = other
                 searched = searched if values.keys() & OF_CUT_AND_SEARCH else searched.having(values)
         cut = self.space.searched_cut(searched, self._mesh(one))
-        return [best, self._look(cut, self._second_look, "partitions")]
+        return [best, self._judged(cut, self._second_effort, "partitions")]
 
     def _recipes(self, one: Judged) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """(axis, values) of recipes for a job of one module."""
+        """The values of recipes for a job of one module, each with its axis."""
         mesh = self._mesh(one)
         if self.recipes is None or not self.space.tries_recipes or mesh.pp == 1:
             return
@@ -150,7 +152,7 @@ class Tuner:
             return next(self.space.ordered(str(path), mesh))
 
         def problem_of(path: Path) -> PlanningProblem | None:
-            return self.judge.problem(one.candidate.having(values_of(path)), FIRST_LOOK)
+            return self.judge.problem(one.candidate.having(values_of(path)), FIRST_EFFORT)
 
         for path in best_recipes(folder, mesh.pp, problem_of):
             yield "schedule", values_of(path)
@@ -158,24 +160,24 @@ class Tuner:
     def _mesh(self, one: Judged) -> JobLayout:
         return one.candidate.job(self.space.config).parallelism.layout
 
-    def _look(self, candidate: Candidate, effort: Effort, what: str) -> Judged:
+    def _judged(self, candidate: Candidate, effort: Effort, what: str) -> Judged:
         self.progress(what)
         judged = self.judge.judge(candidate, effort)
         self._tried[candidate] = judged.problem
         return judged
 
-    def _best(self, looks: Sequence[Judged]) -> list[Judged]:
-        """Those that run, the fastest first."""
-        runs = [one for one in looks if one.seconds]
+    def _best(self, judged: Sequence[Judged]) -> list[Judged]:
+        """The candidates that run, the fastest first."""
+        runs = [one for one in judged if one.seconds]
         return sorted(runs, key=lambda one: one.mean_s)
 
-    def _of_degrees(self, looks: Sequence[Judged]) -> list[Judged]:
+    def _of_degrees(self, judged: Sequence[Judged]) -> list[Judged]:
         """The best of each degrees and number of tokens, with searched plans and with a schedule as it is; the fastest
         first."""
         best: dict[tuple[JobLayout, int, bool], Judged] = {}
-        for one in self._best(looks):
+        for one in self._best(judged):
             job = one.candidate.job(self.space.config)
-            best.setdefault((job.parallelism.layout, job.training.seq_len, job.planner.interleave), one)
+            best.setdefault((job.parallelism.layout, job.training.seq_len, job.planner.search.interleave), one)
         return list(best.values())
 
 
@@ -218,13 +220,13 @@ def short(problem: str) -> str:
     return reason if len(reason) <= _LONGEST else f"{reason[:_LONGEST].rpartition(' ')[0]} ..."
 
 
-def nothing_runs(looks: Sequence[Judged], config: Config) -> str:
+def nothing_runs(judged: Sequence[Judged], config: Config) -> str:
     """Why no candidate runs: what is missing for the one that comes closest to a memory limit, or the first reason."""
-    closest = min(looks, key=lambda one: one.missing_bytes)
+    closest = min(judged, key=lambda one: one.missing_bytes)
     if closest.missing_bytes == math.inf:
-        return f"tune: none of {len(looks)} candidates runs; the first: {looks[0].problem}"
+        return f"tune: none of {len(judged)} candidates runs; the first: {judged[0].problem}"
     return (
-        f"tune: none of {len(looks)} candidates fits; the closest one ({closest.candidate.described(config)}) lacks "
+        f"tune: none of {len(judged)} candidates fits; the closest one ({closest.candidate.described(config)}) lacks "
         f"{closest.missing_bytes / GIB:.1f} GiB on pp_rank {closest.peak_rank}; use more GPUs (--cluster), "
         'optimizer.moments_dtype = "bfloat16", shorter training.seq_len, or frozen modules'
     )

@@ -48,7 +48,7 @@ def toml(tuned: Tuned, overrides: Sequence[str], *, base: str = "", recipe: str 
 
 
 def _flat(table: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of nested sections; an inline model config is one value, which a file replaces whole."""
+    """The values of nested sections by dotted key; an inline model config is one value, which a file replaces whole."""
     for key, value in table.items():
         if isinstance(value, dict) and key != "config":
             yield from _flat(value, (*path, key))

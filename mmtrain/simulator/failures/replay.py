@@ -17,27 +17,27 @@ class FailureCosts:
     """What events and checkpoints cost."""
 
     detection_s: float
-    """From a loss until all know it."""
+    """The seconds from a loss until all nodes know it."""
     change_s: float
-    """Of a change of the layout, without what nodes copy."""
+    """The seconds of a change of the layout, without what nodes copy."""
     bytes_per_s: float
-    """At which a node receives what it lacks."""
+    """The rate at which a node receives what it lacks."""
     restart_s: float
-    """From the end of a job until its first step from a checkpoint."""
+    """The seconds from the end of a job until its first step from a checkpoint."""
     checkpoint_s: float
-    """That a checkpoint stops training for."""
+    """The seconds for which a checkpoint stops training."""
     checkpoint_every: int
     """Steps between checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Interval:
+class TrainedInterval:
     """What was trained between two events."""
 
     start_s: float
     seconds: float
     nodes: int
-    """That are there."""
+    """The nodes that are there."""
     samples: float
     """Microbatches, without those that were done before."""
     step_s: float
@@ -55,7 +55,7 @@ class Interval:
 class Replay:
     """A trace, played."""
 
-    intervals: tuple[Interval, ...]
+    intervals: tuple[TrainedInterval, ...]
     restarts: int
     """How often training went on from a checkpoint."""
 
@@ -87,7 +87,7 @@ def replay(trace: Trace, system: System, costs: FailureCosts) -> Replay:
         player.take(event, nodes)
         samples, lost_s = player.train(following.time_s - event.time_s)
         found.append(
-            Interval(
+            TrainedInterval(
                 start_s=event.time_s,
                 seconds=following.time_s - event.time_s,
                 nodes=len(nodes),
@@ -150,7 +150,7 @@ class _Player:
             self._restart(self.costs.detection_s)
 
     def _change(self, before: Running, after: Running) -> None:
-        """Another layout of nodes that are all there, at a step's end."""
+        """Changes the layout at a step's end, with all nodes of the one before still there."""
         if self.system.live:
             self._copy(before.held(), after)
             return

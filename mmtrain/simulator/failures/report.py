@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from mmtrain.simulator.allocation.compositions import Templates
 from mmtrain.simulator.failures.oobleck import LiteralTemplates, Oobleck
 from mmtrain.simulator.failures.replay import FailureCosts, Replay, replay
-from mmtrain.simulator.failures.systems import Grid, LocalRule, Ours, ReRouting, System
+from mmtrain.simulator.failures.systems import BestComposition, EqualPipelines, LocalRule, ReRouting, System
 from mmtrain.simulator.failures.trace import Trace
 from mmtrain.simulator.study_report import aligned
 
@@ -16,11 +16,11 @@ OURS, OOBLECK = "ours", "Oobleck"
 def systems(templates: Templates, literal: LiteralTemplates) -> dict[str, System]:
     """Name -> system."""
     return {
-        OURS: Ours(templates=templates),
+        OURS: BestComposition(templates=templates),
         "local rule": LocalRule(templates=templates),
         OOBLECK: Oobleck(templates=literal.simulated, estimated=literal.estimated),
-        "restart": Grid(templates=templates, live=False),
-        "grid": Grid(templates=templates, live=True),
+        "restart": EqualPipelines(templates=templates, live=False),
+        "grid": EqualPipelines(templates=templates, live=True),
         "re-routing": ReRouting(templates=templates, live=True),
     }
 
@@ -35,7 +35,7 @@ class Comparison:
 
     @property
     def ideal_rate(self) -> float:
-        """Its mean."""
+        """The mean rate of the ideal system."""
         spans = [one.seconds for one in next(iter(self.replays.values())).intervals]
         return sum(rate * seconds for rate, seconds in zip(self.ideal, spans, strict=True)) / sum(spans)
 

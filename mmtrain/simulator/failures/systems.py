@@ -92,7 +92,7 @@ class Placer:
 
 
 @dataclass(kw_only=True)
-class Ours:
+class BestComposition:
     """The best composition at each event, live."""
 
     templates: Templates
@@ -121,7 +121,7 @@ class Ours:
         return Running(composition=composition, slots=slots, step_s=composition.seconds)
 
 
-class LocalRule(Ours):
+class LocalRule(BestComposition):
     """Oobleck's rule at losses, the best composition when nodes join."""
 
     def running(self, before: Running | None, nodes: Sequence[str]) -> Running | None:
@@ -153,7 +153,7 @@ class LocalRule(Ours):
 
 
 @dataclass(kw_only=True)
-class Grid:
+class EqualPipelines:
     """The best number of equal pipelines; nodes beyond are idle."""
 
     templates: Templates
@@ -187,7 +187,7 @@ class Grid:
         return Running(composition=best, slots=slots, step_s=best.seconds)
 
 
-class ReRouting(Grid):
+class ReRouting(EqualPipelines):
     """A lost node's microbatches go to the nodes with the same stages in other pipelines."""
 
     def running(self, before: Running | None, nodes: Sequence[str]) -> Running | None:

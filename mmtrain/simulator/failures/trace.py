@@ -1,4 +1,4 @@
-"""When nodes are lost and join: read from a file, or drawn. Pure."""
+"""Traces of the times at which nodes are lost and join: read from a file, or drawn. Pure."""
 
 import csv
 import math

@@ -25,8 +25,15 @@ from mmtrain.schedule.problem import P2P
 from mmtrain.simulator.partition_choice import partition_of
 from mmtrain.simulator.profiling.attribution import Attribution, attribute
 from mmtrain.simulator.profiling.pauses import overheads_between, pauses
-from mmtrain.simulator.profiling.probing import CUTS, REPEATS, Cut, probing_job, small_job
-from mmtrain.simulator.profiling.samples import ActionKey, Samples, SpeedFilter, StepSample, slowest_copy, typical
+from mmtrain.simulator.profiling.probing import CUTS, REPEATS, ProbeCut, probing_job, small_job
+from mmtrain.simulator.profiling.samples import (
+    ActionKey,
+    ProcessSamples,
+    SpeedFilter,
+    StepSample,
+    slowest_copy,
+    typical,
+)
 from mmtrain.spec.builders import DTYPE_BYTES, model_spec
 from mmtrain.spec.recomputation import Recomputation
 from mmtrain.spec.spec import ModelSpec
@@ -60,8 +67,8 @@ _ACTION = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward_input", Kind
 def assemble(
     config: Config,
     meta: IterationMeta,
-    found: Sequence[Samples],
-    pairs: Sequence[Samples],
+    found: Sequence[ProcessSamples],
+    pairs: Sequence[ProcessSamples],
     machine: Mapping[str, str | int | float],
 ) -> Profile:
     """The profile of a job.
@@ -138,7 +145,7 @@ class _Probe:
         """Seconds of an action in addition to its layers: the mean fixed part over modules, plus the pause before."""
         attributions = [self.attributions[module.name, _ACTION[kind]] for module in self.spec.modules]
         fixed = [attribution.fixed_s for attribution in attributions if attribution.layers] or [0.0]  # 0: all is frozen
-        cut = Cut(stages="modules", splits=kind in (Kind.I, Kind.W))
+        cut = ProbeCut(stages="modules", splits=kind in (Kind.I, Kind.W))
         pauses = [value for (measured_cut, _, _, k), value in self._pauses.items() if measured_cut == cut and k is kind]
         return float(np.mean(fixed)) + (float(np.mean(pauses)) if pauses else 0.0)
 
@@ -166,7 +173,7 @@ class _Probe:
         """Memory strategy -> time that it adds to a block's forward and backward, as a fraction of its forward: the
         median over blocks and works."""
         fractions = {}
-        plain = Cut(stages="layers", splits=False)
+        plain = ProbeCut(stages="layers", splits=False)
         blocks = [
             stage.index
             for module in self.spec.modules
@@ -186,18 +193,18 @@ class _Probe:
 
     @cached_property
     def attributions(self) -> dict[tuple[str, str], Attribution]:
-        """(module, key of `_TIMED`) -> its seconds by layer."""
+        """The seconds by layer of each (module, key of `_TIMED`)."""
         return {
             (module.name, name): self._attribute(module.name, name) for module in self.spec.modules for name in _TIMED
         }
 
     @cached_property
     def stages(self) -> dict[tuple[str, str], list[int]]:
-        """(module, key of `_TIMED`) -> the layers that have such an action."""
+        """The layers that have an action, for each (module, key of `_TIMED`)."""
         indices = {}
         for module in self.spec.modules:
             for name, (splits, kinds) in _TIMED.items():
-                cut = Cut(stages="layers", splits=splits)
+                cut = ProbeCut(stages="layers", splits=splits)
                 timed = {stage for (timed_cut, stage, _, kind) in self._seconds if timed_cut == cut and kind in kinds}
                 stages = self._parts["layers"].of_module(module.name)
                 indices[module.name, name] = [index for index, stage in enumerate(stages) if stage.index in timed]
@@ -212,14 +219,15 @@ class _Probe:
         joined: dict[int, float] = {}
         for work in range(len(self.batching.works)):
             single[work] = [
-                self._action_seconds(Cut(stages="layers", splits=splits), stages[i], work, kinds) for i in taking_part
+                self._action_seconds(ProbeCut(stages="layers", splits=splits), stages[i], work, kinds)
+                for i in taking_part
             ]
-            together = self._action_seconds(Cut(stages="modules", splits=splits), joined_stage, work, kinds)
+            together = self._action_seconds(ProbeCut(stages="modules", splits=splits), joined_stage, work, kinds)
             if together is not None:
                 joined[work] = together
         return attribute(dict(enumerate(self._sizes)), single, joined, self._equal_blocks(module, taking_part))
 
-    def _action_seconds(self, cut: Cut, stage: StageSpec, work: int, kinds: Sequence[Kind]) -> float | None:
+    def _action_seconds(self, cut: ProbeCut, stage: StageSpec, work: int, kinds: Sequence[Kind]) -> float | None:
         keys = [(cut, stage.index, work, kind) for kind in kinds]
         return next((self._seconds[key] for key in keys if key in self._seconds), None)
 
@@ -258,10 +266,10 @@ class _Probe:
 
 
 def _medians(
-    speeds: SpeedFilter, samples: Iterable[tuple[Cut | None, Mapping[ActionKey, float], Mapping[ActionKey, float]]]
-) -> dict[tuple[Cut, int, int, Kind], float]:
-    """(cut, *action) -> median seconds. Args: samples: cut, and seconds and speed of each action."""
-    times_of: dict[tuple[Cut, int, int, Kind], list[tuple[float, float]]] = defaultdict(list)
+    speeds: SpeedFilter, samples: Iterable[tuple[ProbeCut | None, Mapping[ActionKey, float], Mapping[ActionKey, float]]]
+) -> dict[tuple[ProbeCut, int, int, Kind], float]:
+    """The median seconds of each (cut, *action). Args: samples: cut, and seconds and speed of each action."""
+    times_of: dict[tuple[ProbeCut, int, int, Kind], list[tuple[float, float]]] = defaultdict(list)
     for cut, values, speeds_s in samples:
         for action, value in values.items():
             if cut is not None:
@@ -273,7 +281,7 @@ def _step(config: Config, steps: Sequence[StepSample], speeds: SpeedFilter) -> S
     """Seconds of a step and of a parameter, from two jobs with different numbers of parameters."""
     large = _trainable(probing_job(config, num_blocks=NUM_BLOCKS, cut=CUTS[0], folder="unused"))
     small = _trainable(small_job(config, folder="unused"))
-    joined = Cut(stages="modules", splits=False)
+    joined = ProbeCut(stages="modules", splits=False)
     ends = [
         speeds.median((step.outside_speed_s, step.outside_s) for step in steps if step.job == job)
         for job in (joined, None)
@@ -287,14 +295,14 @@ def _trainable(job: Config) -> int:
     return sum(module.num_trainable_params for module in model_spec(job.model).modules)
 
 
-def _transfer(pairs: Sequence[Samples], *, cpu: bool) -> TransferProfile:
+def _transfer(pairs: Sequence[ProcessSamples], *, cpu: bool) -> TransferProfile:
     """Args: cpu: messages may wait for a core. An iteration has many messages, so their mean counts."""
     points = [(size, float(np.mean(values)) if cpu else typical(values)) for size, values in pairs[0].trips.items()]
     fit = fit_sizes([WorkSize(rows=size, pairs=0, outputs=0) for size, _ in points], [s for _, s in points])
     return TransferProfile(latency_s=fit.fixed, byte_s=max(fit.row, 1e-15), error=fit.error)
 
 
-def _of_messages(pairs: Sequence[Samples], transfer: TransferProfile) -> Overheads:
+def _of_messages(pairs: Sequence[ProcessSamples], transfer: TransferProfile) -> Overheads:
     """What messages add to actions, from pauses between the actions of two pipeline ranks."""
     p2p = P2P(latency_s=transfer.latency_s, bytes_per_s=1 / transfer.byte_s)
     observed = [
@@ -306,7 +314,7 @@ def _of_messages(pairs: Sequence[Samples], transfer: TransferProfile) -> Overhea
     return Overheads(send_s=between.send_s, receive_s=between.receive_s, message_s=between.message_s)
 
 
-def _pipeline_end(config: Config, pairs: Sequence[Samples], step: StepProfile) -> float:
+def _pipeline_end(config: Config, pairs: Sequence[ProcessSamples], step: StepProfile) -> float:
     """Seconds by which the end of a step is longer with two ranks than their parameters explain."""
     ends = [
         max(end for _, end in ends_of_ranks) - max(program_end for program_end, _ in ends_of_ranks)

@@ -17,7 +17,7 @@ _KEPT = 0.9
 """Part of the pauses that counts, the shortest: what else runs on the machine only adds time."""
 
 Rows = Sequence[tuple[Action, float, float]]
-"""(action, start, end) of each compute action of a rank, in its order."""
+"""The compute actions of a rank in its order, each with start and end."""
 
 
 class Pause(NamedTuple):
@@ -31,7 +31,7 @@ class Pause(NamedTuple):
     waits: int
     """Messages that the action takes."""
     seconds: float
-    """Since the end of the action before; if the rank was `late`, since the message had arrived."""
+    """The seconds since the end of the action before; if the rank was `late`, since the message had arrived."""
     late: bool
     """Whether its last message arrived after the end of the action before."""
 

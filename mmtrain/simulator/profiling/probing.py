@@ -3,16 +3,17 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from mmtrain.config.compile import CompileConfig
 from mmtrain.config.config import Config
 from mmtrain.config.optimizer import LRSchedulerConfig
-from mmtrain.config.planner import PlannerConfig
+from mmtrain.config.planner import PlannerConfig, SearchConfig
 from mmtrain.config.sections import ActivationCheckpointConfig, CheckpointConfig, MetricsConfig, ValidationConfig
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.small import fewer_blocks, one_block, with_segments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class ProbeCut:
     """How the layers of a job are divided into stages while they are measured."""
 
     stages: Literal["layers", "modules"]
@@ -24,15 +25,15 @@ class Cut:
 
 
 REPEATS = {
-    "selective": Cut(stages="layers", splits=False, mode="selective"),
-    "recompute": Cut(stages="layers", splits=False, mode="full"),
+    "selective": ProbeCut(stages="layers", splits=False, mode="selective"),
+    "recompute": ProbeCut(stages="layers", splits=False, mode="full"),
 }
 """Memory strategy -> the cut that measures the time that it adds to the plain cut."""
 
-CUTS = tuple(Cut(stages=stages, splits=splits) for stages in ("layers", "modules") for splits in (False, True))  # type: ignore[arg-type]
+CUTS = tuple(ProbeCut(stages=stages, splits=splits) for stages in ("layers", "modules") for splits in (False, True))  # type: ignore[arg-type]
 
 
-def probing_job(config: Config, *, num_blocks: int, cut: Cut, num_ranks: int = 1, folder: str) -> Config:
+def probing_job(config: Config, *, num_blocks: int, cut: ProbeCut, num_ranks: int = 1, folder: str) -> Config:
     """A job with the same layers and random weights on one pipeline rank, with at most `num_blocks` blocks of a kind.
 
     Widths, dtype, attention, recomputation, frozen parts and the tensor- and context-parallel degrees are unchanged.
@@ -62,7 +63,10 @@ def probing_job(config: Config, *, num_blocks: int, cut: Cut, num_ranks: int = 1
             data_parallel_replicate_degree=1,
             pipeline_parallel_schedule="ZB-H1" if cut.splits else "1F1B",
         ),
-        planner=PlannerConfig(sub_microbatch=False),  # each microbatch is one work of a size of its own
+        compile=CompileConfig(),  # layers are measured as planning counts them, and in halves of a backward
+        planner=PlannerConfig(
+            search=SearchConfig(sub_microbatch=False)
+        ),  # each microbatch is one work of a size of its own
         validation=ValidationConfig(),
         checkpoint=CheckpointConfig(enable=False),
         metrics=MetricsConfig(enable_tensorboard=False, progress_bar=False, peak_flops=1.0),
@@ -71,7 +75,7 @@ def probing_job(config: Config, *, num_blocks: int, cut: Cut, num_ranks: int = 1
 
 def small_job(config: Config, *, folder: str) -> Config:
     """A job with fewer parameters to update, see `one_block`. Args: folder: where the job writes its files."""
-    config = probing_job(config, num_blocks=1, cut=Cut(stages="modules", splits=False), folder=folder)
+    config = probing_job(config, num_blocks=1, cut=ProbeCut(stages="modules", splits=False), folder=folder)
     model, parallelism = one_block(config.model, config.parallelism.tensor_parallel_degree), config.parallelism
     if len(model.sections) == 1:
         parallelism = replace(parallelism, encoder_tensor_parallel="shard", encoder_context_parallel="images")

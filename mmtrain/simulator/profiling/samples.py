@@ -12,12 +12,12 @@ from mmtrain.schedule.action import Kind
 from mmtrain.schedule.passes.lower import Program
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.simulator.profiling.pauses import Rows
-from mmtrain.simulator.profiling.probing import Cut
+from mmtrain.simulator.profiling.probing import ProbeCut
 
 Key = TypeVar("Key")
 
 ActionKey = tuple[int, int, Kind]
-"""(stage, work, kind) of an action."""
+"""The stage, work and kind of an action."""
 
 _SPEED_TOLERANCE = 0.15
 """Times count if the machine's speed was at most this fraction from its typical one. A process on the other hyper-
@@ -31,7 +31,7 @@ _LEAST = 2
 class StepSample:
     """One step of one trainer."""
 
-    job: Cut | None
+    job: ProbeCut | None
     """How the layers were cut; None: the small job."""
     rows: Mapping[ActionKey, float]
     """Seconds of each action."""
@@ -46,23 +46,23 @@ class StepSample:
 
 
 @dataclass(kw_only=True)
-class Samples:
+class ProcessSamples:
     """The measurements of one process."""
 
     steps: list[StepSample] = field(default_factory=list)
     held: dict[tuple[int, int], float] = field(default_factory=dict)
-    """(stage, work) -> bytes that autograd kept of the forward, with one stage for each layer."""
+    """The bytes that autograd kept of the forward of each (stage, work), with one stage for each layer."""
     trips: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     """Bytes -> seconds of a message in one direction."""
     runs: list[tuple[PlanningProblem, Program, tuple[Rows, ...]]] = field(default_factory=list)
     """The programs of two pipeline ranks, and when their actions ran."""
     spans: list[tuple[float, float]] = field(default_factory=list)
-    """(end of the program, end of the step) on one of two pipeline ranks."""
+    """The ends of the program and of the step on one of two pipeline ranks."""
     host_copy: HostCopy | None = None
     """Rate between the device and host memory, measured while nothing else runs."""
 
 
-def slowest(ranks: Sequence[Samples]) -> Samples:
+def slowest(ranks: Sequence[ProcessSamples]) -> ProcessSamples:
     """The joint measurements of ranks that divide works: the largest value of each, for which the others wait."""
     steps = []
     for same in zip(*(samples.steps for samples in ranks), strict=True):
@@ -76,10 +76,12 @@ def slowest(ranks: Sequence[Samples]) -> Samples:
                 outside_speed_s=max(step.outside_speed_s for step in same),
             )
         )
-    return Samples(steps=steps, held=_largest([samples.held for samples in ranks]), host_copy=slowest_copy(ranks))
+    return ProcessSamples(
+        steps=steps, held=_largest([samples.held for samples in ranks]), host_copy=slowest_copy(ranks)
+    )
 
 
-def slowest_copy(ranks: Sequence[Samples]) -> HostCopy | None:
+def slowest_copy(ranks: Sequence[ProcessSamples]) -> HostCopy | None:
     copies = [samples.host_copy for samples in ranks if samples.host_copy is not None]
     return min(copies, key=lambda copy: copy.bytes_per_s, default=None)
 

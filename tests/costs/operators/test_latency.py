@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from mmtrain.costs.operators.graph import Device, DeviceKind, Graph, Operator, OpKind, Phase, Shape
-from mmtrain.costs.operators.hardware import Efficiency, Hardware, Link, Tiles, load_hardware
+from mmtrain.costs.operators.graph import Device, DeviceKind, Graph, Operator, OpKind, Phase, ProductShape
+from mmtrain.costs.operators.hardware import DeviceLink, Efficiency, Hardware, Tiles, load_hardware
 from mmtrain.costs.operators.latency import Latencies, attention_efficiency, product_efficiency
 from mmtrain.spec.work_size import Rates, WorkSize
 
@@ -20,7 +20,7 @@ MACHINE = Hardware(
     memory_bytes=1e9,
     gpus_per_node=8,
     launch_s=0.25,
-    links={kind: Link(bytes_per_s=20.0, latency_s=0.5) for kind in DeviceKind if not kind.computes},
+    links={kind: DeviceLink(bytes_per_s=20.0, latency_s=0.5) for kind in DeviceKind if not kind.computes},
     tiles=TILES,
     efficiency={
         "norm": Efficiency(compute=0.5, memory=0.5),
@@ -53,7 +53,7 @@ def test_launches_and_fixed_amounts_count_for_each_call() -> None:
     three = WorkSize(rows=30, pairs=0, outputs=0, clips=9, calls=3)
     assert seconds(norm, three) == pytest.approx(3 * (15.0 / 5.0 + 0.5))
     assert seconds(dataclasses.replace(norm, each_call=False), three) == pytest.approx(35.0 / 5.0 + 0.5)
-    shape = Shape(m=Rates(row=1.0), n=Rates(fixed=10.0), k=Rates(fixed=50.0))
+    shape = ProductShape(m=Rates(row=1.0), n=Rates(fixed=10.0), k=Rates(fixed=50.0))
     wide = Operator(name="x", kind=OpKind.MATMUL, flops=Rates(row=1000.0), shape=shape, launches=0, each_call=True)
     # Three results of 100 x 10 need one tile each, and run alone.
     assert seconds(wide, WorkSize(rows=300, pairs=0, outputs=0, clips=9, calls=3)) == pytest.approx(
@@ -93,7 +93,7 @@ def test_wide_numbers_compute_at_their_own_rate() -> None:
 def test_links_may_be_replaced() -> None:
     op = Operator(name="x", kind=OpKind.P2P, device=Device(DeviceKind.NETWORK), net_bytes=Rates(fixed=40.0))
     assert seconds(op) == 2.5
-    assert seconds(op, links={DeviceKind.NETWORK: Link(bytes_per_s=40.0, latency_s=0.0)}) == 1.0
+    assert seconds(op, links={DeviceKind.NETWORK: DeviceLink(bytes_per_s=40.0, latency_s=0.0)}) == 1.0
 
 
 def test_tiles_and_waves_and_depth() -> None:
@@ -120,7 +120,7 @@ def test_attention_to_few_keys_is_slower() -> None:
 
 
 def test_products_are_slowed_and_the_rest_is_not() -> None:
-    shape = Shape(m=Rates(row=1.0), n=Rates(fixed=10.0), k=Rates(fixed=50.0))
+    shape = ProductShape(m=Rates(row=1.0), n=Rates(fixed=10.0), k=Rates(fixed=50.0))
     op = Operator(name="x", kind=OpKind.MATMUL, flops=Rates(fixed=1000.0), shape=shape, launches=0)
     ops = (op, dataclasses.replace(op, shape=None))
     latencies, graph = Latencies(MACHINE), Graph(operators=ops)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from mmtrain.data.toy.chart_drawing import Chart, draw
+from mmtrain.data.toy.chart_drawing import DrawnChart, draw
 from mmtrain.data.toy.chart_questions import GRADES, LARGEST_SIDE, SMALLEST_SIDE
 from mmtrain.data.toy.charts import blind_accuracy, conversations, make_charts
 from mmtrain.data.toy.folder import COLOURS
@@ -125,7 +125,7 @@ def test_answers_are_true_of_their_charts() -> None:
 @pytest.mark.parametrize("kind", ["bar", "line", "pie"])
 def test_marks_are_bold(kind: str, size: tuple[int, int]) -> None:
     names = ("red", "blue", "green") if kind == "pie" else ("red",) * 3
-    chart = Chart(kind=kind, values=(5, 9, 3), colours=names, width=size[0], height=size[1])
+    chart = DrawnChart(kind=kind, values=(5, 9, 3), colours=names, width=size[0], height=size[1])
     counts = {colour: count for count, colour in draw(chart).getcolors(1 << 16)}
     for name in set(names):
         assert counts[COLOURS[name]] > 0.02 * size[0] * size[1], name

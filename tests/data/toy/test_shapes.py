@@ -15,7 +15,7 @@ from mmtrain.data.toy.shape_clips import (
     MOTIONS,
     NUM_FRAMES,
     SPEEDS,
-    Shape,
+    MovingShape,
     ShapeClip,
     draw,
     held_out,
@@ -28,14 +28,14 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-def clip_of(shape: Shape, num_frames: int = 8, background: str = "white") -> ShapeClip:
+def clip_of(shape: MovingShape, num_frames: int = 8, background: str = "white") -> ShapeClip:
     return ShapeClip(
         shapes=(shape,), background=background, num_frames=num_frames, height=24, width=32, caption="a shape"
     )
 
 
-def shape(kind: str, motion: str = "still", x: float = 0.5, y: float = 0.5, **fields: object) -> Shape:
-    return Shape(
+def shape(kind: str, motion: str = "still", x: float = 0.5, y: float = 0.5, **fields: object) -> MovingShape:
+    return MovingShape(
         kind=kind,
         colour="red",
         size="large",

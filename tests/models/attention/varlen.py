@@ -18,10 +18,10 @@ from torch.nn.attention import varlen as operator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmtrain.models.attention import varlen
-from mmtrain.models.attention.varlen import Limits
+from mmtrain.models.attention.varlen import KernelLimits
 
 ATEN = torch.ops.aten
-ANY = Limits((torch.float32, torch.float64, torch.bfloat16))
+ANY = KernelLimits((torch.float32, torch.float64, torch.bfloat16))
 """Of a kernel that takes all that tests have."""
 
 
@@ -38,7 +38,7 @@ class Call(NamedTuple):
 
 
 @contextmanager
-def on_cpu(limits: Limits) -> Iterator[list[Call]]:
+def on_cpu(limits: KernelLimits) -> Iterator[list[Call]]:
     """Inside, a CPU has kernels with some limits. Yields: the calls that reach them."""
     _register()
     before = dict(varlen.LIMITS)

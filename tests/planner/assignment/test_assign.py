@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.config.assignment import Policy
+from mmtrain.config.assignment import AssignmentPolicy
 from mmtrain.planner.assignment.assign import assign as assign_dealt
 from mmtrain.planner.assignment.assignment import (
     AssignedMicrobatch,
@@ -312,7 +312,7 @@ def steps(draw):
 
 @given(
     step=steps(),
-    policy=st.sampled_from(get_args(Policy)),
+    policy=st.sampled_from(get_args(AssignmentPolicy)),
     defer=st.booleans(),
     fewer=st.booleans(),
     levels=st.sampled_from([2, 7, 4096]),

@@ -30,7 +30,7 @@ def document(sample, images=1, text=22):
 @pytest.mark.parametrize("images", [0, 1])
 def test_equal_samples_share_the_seconds_of_their_microbatch(overrides, images):
     job = config.load(
-        "debug_vlm.toml", ["model.encoder.sub_microbatch_size=0", "planner.sub_microbatch=false", *overrides]
+        "debug_vlm.toml", ["model.encoder.sub_microbatch_size=0", "planner.search.sub_microbatch=false", *overrides]
     )
     pricer, planner = SamplePricer.of(job), IterationPlanner(make_job(job))
     sample = document(0, images)
@@ -80,7 +80,7 @@ def test_a_file_is_read_as_it_was_written(costs, tmp_path):
         (["tokenizer.path=gpt2"], "tokenizer = built-in, but this job has gpt2"),
         (["training.seq_len=128"], "training.seq_len = 256, but this job has 128"),
         (["model.language.trainable=false"], "language trainable parameters = 558720, but this job has 0"),
-        (["planner.hardware=a40"], "costs = planner.flops_per_s, but this job has a40"),
+        (["planner.hardware=a40"], "costs = planner.device.flops_per_s, but this job has a40"),
     ],
 )
 def test_costs_of_another_job_are_refused_by_name(costs, overrides, words):

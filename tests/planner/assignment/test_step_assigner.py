@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 from mmtrain.config import config
-from mmtrain.modality.typical import Bins
+from mmtrain.modality.typical import TypicalSizes
 from mmtrain.planner.assignment.step_assigner import StepAssigner
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.plan import make_plan
@@ -14,13 +14,13 @@ from mmtrain.simulator.job import make_job
 from mmtrain.simulator.workloads import draw
 
 JOB = ["training.global_batch_size=8", "parallelism.pipeline_parallel_degree=4", "assignment.policy=balanced"]
-SEARCHED = ["planner.enable=true", "planner.budget_evaluations=300"]
+SEARCHED = ["planner.enable=true", "planner.search.budget_evaluations=300"]
 
 
 def judged(*keys):
     """(planner, batch, its judged seconds)."""
     job = config.load("vlm_s.toml", ["planner.hardware=h800x16", "planner.memory_limit=", *JOB, *keys])
-    made, meta = make_job(job), draw("mix", Bins.of(job), seed=0, iteration=0)
+    made, meta = make_job(job), draw("mix", TypicalSizes.of(job), seed=0, iteration=0)
     assigner = StepAssigner.of(job, [made])
     assert assigner is not None
     return IterationPlanner(made), meta, assigner.makespan_s(meta)
@@ -49,5 +49,5 @@ def test_with_a_device_of_unknown_memory_no_plan_holds_weight_gradients_back():
     assert not job.planner.hardware
     assigner = StepAssigner.of(job, [make_job(job)])
     section = assigner.planners[0].job.section
-    assert section == replace(job.planner, memory_limit="", split_backward=False)
-    assert assigner.makespan_s(draw("mix", Bins.of(job), seed=0, iteration=0)) < math.inf
+    assert section == replace(job.planner, memory_limit="").with_search(split_backward=False)
+    assert assigner.makespan_s(draw("mix", TypicalSizes.of(job), seed=0, iteration=0)) < math.inf

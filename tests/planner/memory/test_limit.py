@@ -234,10 +234,10 @@ def test_the_budget_without_a_limit_predicts_and_limits_nothing():
 
 
 def meta():
-    from mmtrain.modality.typical import Bins
+    from mmtrain.modality.typical import TypicalSizes
     from mmtrain.simulator.workloads import draw
 
-    return draw("mix", Bins.of(config.load("debug_vlm.toml"), 112), seed=0, iteration=0)
+    return draw("mix", TypicalSizes.of(config.load("debug_vlm.toml"), 112), seed=0, iteration=0)
 
 
 def test_problems_have_the_limits():
@@ -258,10 +258,16 @@ def test_a_part_of_an_unknown_device_is_refused_where_it_would_be_ignored():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (["planner.memory_limit=1GiB", "planner.activation_memory_gib=1"], "are two limits of one memory; remove"),
+        (
+            ["planner.memory_limit=1GiB", "planner.search.activation_memory_gib=1"],
+            "are two limits of one memory; remove",
+        ),
         (["planner.memory_limit=lots"], "'lots' is not an amount of memory"),
         (["planner.memory_limit=1GiB", "planner.enable=false", "SCHEDULE"], r"with planner\.enable = false is kept by"),
-        (["planner.memory_limit=1GiB", "planner.memory=false", "SCHEDULE"], r"with planner\.memory = false is kept by"),
+        (
+            ["planner.memory_limit=1GiB", "planner.search.memory=false", "SCHEDULE"],
+            r"with planner\.search\.memory = false is kept by",
+        ),
     ],
 )
 def test_keys_that_do_not_go_together_are_refused(keys, message):
@@ -406,11 +412,11 @@ def test_the_partition_search_knows_the_limit():
 
 def test_a_limit_that_neither_orders_nor_options_can_keep_is_refused() -> None:
     base = [
-        "planner.enable=true", "planner.interleave=false", "planner.memory_limit=4GiB",
+        "planner.enable=true", "planner.search.interleave=false", "planner.memory_limit=4GiB",
         "parallelism.pipeline_parallel_schedule=1F1B",
     ]  # fmt: skip
     config.load("debug_vlm.toml", [f"--{key}" for key in base])
-    for more in ('activation_checkpoint.mode="full"', 'planner.memory_strategies=["keep"]'):
+    for more in ('activation_checkpoint.mode="full"', 'planner.search.memory_strategies=["keep"]'):
         with pytest.raises(ConfigError, match="no choice of memory either"):
             config.load("debug_vlm.toml", [f"--{key}" for key in (*base, more)])
 

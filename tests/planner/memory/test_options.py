@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmtrain.config import config
-from mmtrain.config.planner import PlannerConfig
+from mmtrain.config.planner import DeviceConfig, PlannerConfig, SearchConfig
 from mmtrain.config.sections import ActivationCheckpointConfig
 from mmtrain.costs.cost_model import FlopsCosts, HostCopy
 from mmtrain.errors import PlanError
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
-from mmtrain.modality.typical import Bins
+from mmtrain.modality.typical import TypicalSizes
 from mmtrain.planner.batching import make_batching
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.memory.options import (
@@ -40,7 +40,7 @@ from mmtrain.spec.work_size import WorkSize
 from tests.examples import examples
 from tests.planner.specs import META, microbatch, vlm
 
-CONFIG = PlannerConfig(enable=True, flops_per_s=1e3, host_bytes_per_s=500.0)
+CONFIG = PlannerConfig(enable=True, device=DeviceConfig(flops_per_s=1e3, host_bytes_per_s=500.0))
 ALL = strategies_of(("keep", "selective", "recompute", "offload"))
 NOTHING = BlockPrice(forward_s=0.0, backward_s=0.0, kept_bytes=0.0)
 
@@ -169,8 +169,8 @@ def test_no_choice_where_the_config_decides_or_nothing_is_planned() -> None:
     full = ActivationCheckpointConfig(mode="full")
     assert MemoryChoices.planned(full, CONFIG).allowed == (BlockMemory.RECOMPUTE,)
     none = ActivationCheckpointConfig()
-    assert MemoryChoices.planned(none, CONFIG).allowed == strategies_of(CONFIG.memory_strategies)
-    for off in (PlannerConfig(), PlannerConfig(enable=True, memory=False)):
+    assert MemoryChoices.planned(none, CONFIG).allowed == strategies_of(CONFIG.search.memory_strategies)
+    for off in (PlannerConfig(), PlannerConfig(enable=True, search=SearchConfig(memory=False))):
         assert MemoryChoices.planned(none, off).allowed == (BlockMemory.KEEP,)
 
 
@@ -208,7 +208,7 @@ def test_amounts_of_a_mix_are_those_of_its_blocks() -> None:
 
 
 def test_keeping_all_is_offered_even_where_offloading_is_free() -> None:
-    free = replace(CONFIG, host_bytes_per_s=1e12)
+    free = replace(CONFIG, device=replace(CONFIG.device, host_bytes_per_s=1e12))
     spec, batching = vlm(), make_batching(META, vlm())
     sizes = dict(zip(("vision", "language"), batching.sizes, strict=False))
     parts = partition(spec, 2, {"vision": 1, "language": 1}, sizes)
@@ -220,8 +220,8 @@ def test_keeping_all_is_offered_even_where_offloading_is_free() -> None:
 def test_where_all_can_be_kept_it_is() -> None:
     """Room for what recomputation would bring back must not cost a plan that recomputes nothing."""
     job = config.load("debug_vlm.toml", ["--training.global_batch_size=8"])
-    meta = draw("mix", Bins.typical(job), seed=0, iteration=0)
-    planner = IterationPlanner(replace(make_job(job), section=replace(job.planner, split_backward=False)))
+    meta = draw("mix", TypicalSizes.typical(job), seed=0, iteration=0)
+    planner = IterationPlanner(replace(make_job(job), section=job.planner.with_search(split_backward=False)))
     free = planner.prepare(meta, searched=True).first
     for names in (("keep",), ("keep", "selective", "recompute"), ("keep", "recompute", "offload")):
         limited = IterationPlanner(replace(planner.job, memory=planned(*names)), free.timeline.peak_bytes)
@@ -262,7 +262,7 @@ def test_json_keeps_what_is_brought_back() -> None:
 def test_the_first_plan_of_any_schedule_fits_if_its_orders_can() -> None:
     base = ["planner.enable=true", "parallelism.pipeline_parallel_schedule=1F1B", "training.global_batch_size=8"]
     job = config.load("debug_vlm.toml", [f"--{key}" for key in base])
-    meta = draw("mix", Bins.typical(job), seed=0, iteration=0)
+    meta = draw("mix", TypicalSizes.typical(job), seed=0, iteration=0)
     planner = IterationPlanner(make_job(job))
     free = planner.prepare(meta, searched=True).first
     limits = [0.8 * peak for peak in free.timeline.peak_bytes]
@@ -281,7 +281,7 @@ def test_the_first_plan_of_any_schedule_fits_if_its_orders_can() -> None:
     bounded = IterationPlanner(fixed, limits).prepare(meta, searched=True).first
     assert bounded.message.startswith("the order of schedule interleave, since there is no other: ")
     assert all(peak <= limit for peak, limit in zip(bounded.timeline.peak_bytes, limits, strict=True))
-    given = replace(fixed, section=replace(fixed.section, interleave=False))
+    given = replace(fixed, section=fixed.section.with_search(interleave=False))
     assert IterationPlanner(given, limits).prepare(meta, searched=True).first.status == "infeasible"
 
 
@@ -289,7 +289,7 @@ def test_the_first_plan_of_any_schedule_fits_if_its_orders_can() -> None:
 def test_a_strategy_more_never_makes_a_limit_impossible(share: float) -> None:
     """Three offloaded blocks come back at once: here that is more than the limit, and more than recomputing needs."""
     job = config.load("debug_vlm.toml", ["--planner.enable=true"])
-    meta = draw("mix", Bins.typical(job), seed=0, iteration=0)
+    meta = draw("mix", TypicalSizes.typical(job), seed=0, iteration=0)
     planner = IterationPlanner(make_job(job))
     free = planner.prepare(meta, searched=True).first
     limits = [share * max(free.timeline.peak_bytes)] * 2

@@ -3,14 +3,14 @@ import pytest
 from mmtrain.config import config
 from mmtrain.costs.machine import NominalNetwork
 from mmtrain.planner.job import Job
-from mmtrain.planner.memory.rank_state import RankState, Sharding
+from mmtrain.planner.memory.rank_state import RankBytes, Sharding
 from mmtrain.schedule.problem import P2P
 from mmtrain.simulator.job import make_job
 
 NETWORK = NominalNetwork(p2p=P2P(latency_s=0.5, bytes_per_s=1e6))
 
 
-def held(*overrides: str, pp_rank: int = 0) -> tuple[RankState, Sharding, Job]:
+def held(*overrides: str, pp_rank: int = 0) -> tuple[RankBytes, Sharding, Job]:
     """What a pipeline rank of the debug job holds. Args: overrides: of [parallelism], or of a section that is named."""
     job = config.load("debug_vlm.toml", [o if "." in o else f"parallelism.{o}" for o in overrides])
     made, sharding = make_job(job), Sharding.of(job)
@@ -133,7 +133,7 @@ def test_groups_are_those_of_the_mesh() -> None:
 
 @pytest.mark.parametrize(("activation_bytes", "peak"), [(0.0, 1110.0), (5.0, 1110.0), (3000.0, 4100.0)])
 def test_reduced_gradients_come_when_activations_are_gone(activation_bytes: float, peak: float) -> None:
-    state = RankState(
+    state = RankBytes(
         stages=(), param_bytes=100.0, grad_bytes=0.0, reduced_bytes=10.0, optimizer_bytes=1000.0, updated_params=0.0
     )
     assert state.peak_bytes(activation_bytes) == peak

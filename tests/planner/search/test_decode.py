@@ -14,7 +14,7 @@ from mmtrain.planner.search.evaluate import anneal, evaluate, start_chain
 from mmtrain.planner.search.instance import Searched
 from mmtrain.planner.search.kernels.arrays import GROUP, KIND, B, Chain, Decoder, F, W
 from mmtrain.planner.search.kernels.decode import block_s
-from mmtrain.planner.search.orders import Order, by_component, component_orders, order_of
+from mmtrain.planner.search.orders import GroupOrder, by_component, component_orders, order_of
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.graph import ModuleStages, Work
 from mmtrain.schedule.plan import check
@@ -41,7 +41,7 @@ def of_modules(searched: Searched, how: Decoder) -> Decoder:
     return how._replace(memory=how.memory[:num], speed=how.speed[:num])
 
 
-def random_order(searched: Searched, seed: int) -> Order:
+def random_order(searched: Searched, seed: int) -> GroupOrder:
     rng = random.Random(seed)
     halves = [rng.sample(range(searched.num_groups), searched.num_groups) for _ in range(2)]
     return order_of(np.array(halves, np.int64))
@@ -179,12 +179,12 @@ def test_decoding_that_ends_early_is_of_plans_that_are_not_accepted(
     assert ways[:20] == ways[20:]
 
 
-def standing(chain: Chain) -> tuple[Order, Decoder]:
+def standing(chain: Chain) -> tuple[GroupOrder, Decoder]:
     """Where a chain stands."""
     return (chain.at.astype(np.int64), chain.group_at.astype(np.int64)), Decoder.from_array(chain.decoder)
 
 
-def decoded(searched: Searched, order: Order, how: Decoder) -> list[list[int]]:
+def decoded(searched: Searched, order: GroupOrder, how: Decoder) -> list[list[int]]:
     """The actions of each rank."""
     w = searched.workspace()
     evaluate(searched, w, order, how, 0)

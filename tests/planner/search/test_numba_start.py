@@ -18,16 +18,16 @@ assert "scipy.linalg" in sys.modules
 """
 
 
-def told(script: str) -> str:
+def stderr_of(script: str) -> str:
     """What a process says on stderr."""
     return subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stderr
 
 
 def test_searching_loads_no_scipy_and_other_kernels_still_can() -> None:
     """What is compiled is announced, in one line however many functions it has; what is read from disk is not."""
-    (line,) = told(WARM + PRODUCT).splitlines()
+    (line,) = stderr_of(WARM + PRODUCT).splitlines()
     assert line.startswith("compiling the planner's kernels for this processor: up to a minute, once")
-    assert told(WARM) == "", "the kernels are kept on disk"
+    assert stderr_of(WARM) == "", "the kernels are kept on disk"
 
 
 LOGGED = """

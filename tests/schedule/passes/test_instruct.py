@@ -14,7 +14,7 @@ from mmtrain.planner.plan_json import plan_from_json, plan_to_json
 from mmtrain.planner.search.search import search, shortest_s
 from mmtrain.planner.search.search_options import SearchOptions
 from mmtrain.schedule.action import Kind
-from mmtrain.schedule.graph import Instruction
+from mmtrain.schedule.graph import InstructionNode
 from mmtrain.schedule.io.wire import from_bytes, to_bytes
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.library.interleave import interleave
@@ -32,7 +32,7 @@ SEE, SYNC = Kind.register("SEE"), Kind.register("SYNC")
 F, B, W = Kind.F, Kind.B, Kind.W
 
 
-def instructed(problem: PlanningProblem, *instructions: Instruction) -> PlanningProblem:
+def instructed(problem: PlanningProblem, *instructions: InstructionNode) -> PlanningProblem:
     return replace(problem, graph=replace(problem.graph, instructions=instructions))
 
 
@@ -44,7 +44,7 @@ def seen(problem: PlanningProblem, seed: int = 0) -> PlanningProblem:
         backward = problem.graph.has_backward(stage, work)
         if draw_of.random() < 0.35:
             after, before = draw_of.choice([(F, None), (F, B), (B, None)] if backward else [(F, None)])
-            first = Instruction(
+            first = InstructionNode(
                 kind=SEE,
                 stage=stage,
                 work=work,
@@ -54,7 +54,9 @@ def seen(problem: PlanningProblem, seed: int = 0) -> PlanningProblem:
             )
             instructions.append(first)
             if draw_of.random() < 0.5:
-                instructions.append(Instruction(kind=SYNC, stage=stage, work=work, after=(first.key,), seconds=0.25))
+                instructions.append(
+                    InstructionNode(kind=SYNC, stage=stage, work=work, after=(first.key,), seconds=0.25)
+                )
     return instructed(problem, *instructions)
 
 
@@ -96,9 +98,9 @@ def test_the_search_adds_them_to_the_plan_that_it_finds(shape: str) -> None:
 def test_they_stand_where_what_they_wait_for_has_ended() -> None:
     problem = instructed(
         chain(1, 2),
-        Instruction(kind=SEE, stage=0, work=0),
-        Instruction(kind=SEE, stage=0, work=1, after=((F, 0, 0), (F, 0, 1))),
-        Instruction(kind=SYNC, stage=0, work=0, after=((SEE, 0, 1),), before=((B, 0, 1),)),
+        InstructionNode(kind=SEE, stage=0, work=0),
+        InstructionNode(kind=SEE, stage=0, work=1, after=((F, 0, 0), (F, 0, 1))),
+        InstructionNode(kind=SYNC, stage=0, work=0, after=((SEE, 0, 1),), before=((B, 0, 1),)),
     )
     plan = CATALOGUE["GPipe"].make(problem)
     assert str(plan) == "0SEE0.0 0F0.0 0F1.0 0SEE1.0 0SYNC0.0 0B0.0 0B1.0"
@@ -106,7 +108,7 @@ def test_they_stand_where_what_they_wait_for_has_ended() -> None:
 
 
 def test_an_order_that_contradicts_them_is_refused_in_one_sentence() -> None:
-    after_both = Instruction(kind=SYNC, stage=0, work=1, after=((F, 0, 0), (F, 0, 1)), before=((B, 0, 0),))
+    after_both = InstructionNode(kind=SYNC, stage=0, work=1, after=((F, 0, 0), (F, 0, 1)), before=((B, 0, 0),))
     problem = instructed(chain(1, 2), after_both)
     assert "0F1.0 0SYNC1.0 0B0.0" in str(CATALOGUE["GPipe"].make(problem))
     with pytest.raises(PlanError) as caught:
@@ -117,7 +119,7 @@ def test_an_order_that_contradicts_them_is_refused_in_one_sentence() -> None:
     )
     result = search(problem, SearchOptions(budget_evaluations=3))
     assert not result.has_plan and "0SYNC1.0 is an instruction after" in result.message
-    weights = instructed(chain(1, 1), Instruction(kind=SYNC, stage=0, work=0, after=((W, 0, 0),)))
+    weights = instructed(chain(1, 1), InstructionNode(kind=SYNC, stage=0, work=0, after=((W, 0, 0),)))
     with pytest.raises(PlanError, match=r"after 0W0\.0, which the schedule does not run; where backwards are whole"):
         CATALOGUE["1F1B"].make(weights)
     with pytest.raises(PlanError, match="a table plans no instructions; plan the problem without, then add them"):
@@ -167,7 +169,7 @@ def test_what_a_file_says_of_them_is_checked() -> None:
 
 
 def test_they_are_drawn_and_traced() -> None:
-    problem = instructed(chain(1, 1), Instruction(kind=SEE, stage=0, work=0, after=((F, 0, 0),), seconds=1.0))
+    problem = instructed(chain(1, 1), InstructionNode(kind=SEE, stage=0, work=0, after=((F, 0, 0),), seconds=1.0))
     timeline = make_plan(problem, "1F1B").timeline
     text = draw.text(timeline)
     assert "+0+++" in text and text.endswith(", + an instruction, . idle")

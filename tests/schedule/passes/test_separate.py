@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mmtrain.errors import PlanError
 from mmtrain.schedule.action import Action, Kind
 from mmtrain.schedule.chain import plain_chain
-from mmtrain.schedule.graph import Instruction
+from mmtrain.schedule.graph import InstructionNode
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.library.interleave import interleave
 from mmtrain.schedule.library.one_f_one_b import alternate, joined, one_f_one_b
@@ -166,7 +166,7 @@ def with_instruction(**needs: tuple[tuple[Kind, int, int], ...]) -> PlanningProb
         cost_index=plain.cost_index,
         output_bytes=plain.output_bytes,
         p2p=plain.p2p,
-        instructions=[Instruction(kind=SYNC, stage=1, work=1, seconds=0.5, growth_bytes=0.25, **needs)],
+        instructions=[InstructionNode(kind=SYNC, stage=1, work=1, seconds=0.5, growth_bytes=0.25, **needs)],
     )
 
 

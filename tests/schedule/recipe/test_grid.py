@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mmtrain.errors import PlanError
 from mmtrain.schedule.action import Kind
-from mmtrain.schedule.graph import Instruction, ModuleStages, Work
+from mmtrain.schedule.graph import InstructionNode, ModuleStages, Work
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.recipe import Recipe, Traversal
 from mmtrain.schedule.recipe.arrays import Arrays
@@ -115,7 +115,7 @@ def test_a_stuck_recipe_is_reported_and_its_plan_says_why():
 
 def test_recipes_with_functions_and_instructions_have_scores():
     sync = Kind.register("SYNC")
-    instruction = Instruction(
+    instruction = InstructionNode(
         kind=sync, stage=1, work=0, after=((Kind.F, 1, 0),), before=((Kind.B, 1, 0),), seconds=1, growth_bytes=2
     )
     problem = chain(2, 3)

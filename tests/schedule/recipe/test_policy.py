@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mmtrain.errors import PlanError
 from mmtrain.schedule.action import Action, Kind
 from mmtrain.schedule.engine import Engine
-from mmtrain.schedule.graph import Instruction
+from mmtrain.schedule.graph import InstructionNode
 from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.recipe import Recipe, Rule, Traversal, kernel
 from mmtrain.schedule.recipe.arrays import Arrays
@@ -160,7 +160,9 @@ def test_a_traversal_counts_anew_where_no_other_stage_can_run():
 def test_a_recipe_plans_registered_instructions():
     problem = chain(2, 2)
     sync = Kind.register("SYNC")
-    instruction = Instruction(kind=sync, stage=1, work=0, after=((Kind.F, 1, 0),), before=((Kind.B, 1, 0),), seconds=1)
+    instruction = InstructionNode(
+        kind=sync, stage=1, work=0, after=((Kind.F, 1, 0),), before=((Kind.B, 1, 0),), seconds=1
+    )
     given = replace(problem, graph=replace(problem.graph, instructions=(instruction,)))
     plan = plan_of(Recipe(), given)
     check(plan, given)

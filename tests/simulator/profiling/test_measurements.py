@@ -25,7 +25,7 @@ from mmtrain.simulator.job import make_job
 from mmtrain.simulator.partition_choice import partition_of
 from mmtrain.simulator.profiling.measurements import NUM_BLOCKS, assemble, trainable_params
 from mmtrain.simulator.profiling.probing import CUTS, REPEATS, probing_job, small_job
-from mmtrain.simulator.profiling.samples import Samples, SpeedFilter, StepSample, slowest
+from mmtrain.simulator.profiling.samples import ProcessSamples, SpeedFilter, StepSample, slowest
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.memory_strategies import BlockMemory
 from mmtrain.spec.recomputation import Recomputation
@@ -47,9 +47,9 @@ ADDED = {"selective": (0.1, 0.4), "recompute": (0.0, 0.9)}
 """What a strategy adds to F and to B, as parts of F."""
 
 
-def samples_of(config, costs=FLOPS) -> Samples:
+def samples_of(config, costs=FLOPS) -> ProcessSamples:
     """What would be measured if layers took their FLOPs, and actions FIXED and PAUSE."""
-    found = Samples()
+    found = ProcessSamples()
     meta = everything(config)
     for cut in (*CUTS, *REPEATS.values()):
         job = probing_job(config, num_blocks=NUM_BLOCKS, cut=cut, folder="unused")
@@ -239,7 +239,7 @@ def test_transfers_and_the_pipelines_part_of_a_step_come_from_two_ranks(config, 
     end = STEP_S + PARAM_S * largest + PIPELINE_S
     sizes = [2**k for k in range(10, 24, 2)]
     pairs = [
-        Samples(trips={size: [1e-4 + size / 1e9] for size in sizes}, spans=[(done, 10.0 + end)] * 4)
+        ProcessSamples(trips={size: [1e-4 + size / 1e9] for size in sizes}, spans=[(done, 10.0 + end)] * 4)
         for done in (9.0, 10.0)  # one rank waits for the other
     ]
     profile = assemble(config, everything(config), [samples], pairs, MACHINE)

@@ -1,0 +1,54 @@
+"""Keys that have another name now. A file that a person wrote is refused with the new one; the config.toml of a run,
+which an older mmtrain wrote whole, is read as what it says."""
+
+from typing import Any
+
+_SEARCH = (
+    "sub_microbatch",
+    "interleave",
+    "reorder",
+    "split_backward",
+    "braid",
+    "eager_forwards",
+    "memory",
+    "memory_strategies",
+    "activation_memory_gib",
+    "strategy",
+    "budget_evaluations",
+    "budget_s",
+    "threads",
+    "distributed",
+    "patience_s",
+    "noise",
+    "draws",
+    "finalists",
+)
+_DEVICE = ("flops_per_s", "p2p_latency_s", "p2p_bytes_per_s", "host_bytes_per_s")
+
+MOVED: dict[str, str] = {
+    **{f"planner.{name}": f"planner.search.{name}" for name in _SEARCH},
+    **{f"planner.{name}": f"planner.device.{name}" for name in _DEVICE},
+}
+"""Dotted key of an older version -> where its value is now."""
+
+
+def new_name(key: str) -> str:
+    """The name that a key has moved to; empty: it has not moved. Args: key: dotted."""
+    return MOVED.get(key, "")
+
+
+def brought_up_to_date(table: dict[str, Any]) -> dict[str, Any]:
+    """A table of TOML with each moved key at its new place, unless that place has a value."""
+    for old, new in MOVED.items():
+        *sections, last = old.split(".")
+        node: Any = table
+        for section in sections:
+            node = node.get(section) if isinstance(node, dict) else None
+        if isinstance(node, dict) and last in node and not isinstance(node[last], dict):
+            value = node.pop(last)
+            *sections, last = new.split(".")
+            node = table
+            for section in sections:
+                node = node.setdefault(section, {})
+            node.setdefault(last, value)
+    return table
