@@ -262,6 +262,7 @@ NOTES: dict[str, str] = {
     "{where}: the {kind}": (
         "Write it; [configuration](config.md) has its meaning. A file often gets it from another by `extends`."
     ),
+    "compile.enable = true with {key}": "Leave one of the two out; its end says what compiled blocks cannot do yet.",
     "the processes of this job differ": "Its end says what to make alike: config, versions, files or devices.",
     "rank {rank} is outside of a mesh": "Only for programs that ask for the place of a rank: ranks count from 0.",
     "train: --nodes {nodes}: {reason}": "Its end says what to add or change.",
