@@ -114,6 +114,19 @@ CASES = (
     Case("vlm_s", 3, (1, 1), 4, seed=3),
     Case("t2v_l", 2, (1, 1), 4),
     Case("vlm_l", 2, (1, 1), 5, seed=4),
+    # Solved after the search was written, and looked at once.
+    Case("vlm_l", 2, (1, 1), 4, seed=11),
+    Case("vlm_l", 3, (1, 1), 3, seed=12),
+    Case("vlm_m", 2, (1, 1), 5, 0.8, seed=13),
+    Case("vlm_m", 3, (1, 1), 3, 0.8, seed=14),
+    Case("vlm_s", 2, (2, 1), 3, seed=15),
+    Case("vlm_s", 3, (1, 1), 3, 0.8, seed=16),
+    Case("t2v_l", 2, (1, 2), 4, seed=17),
+    Case("t2v_l", 3, (1, 1), 4, 0.8, seed=18),
+    Case("vlm_l", 2, (2, 1), 3, 0.8, seed=19),
+    Case("vlm_m", 2, (2, 1), 3, 0.8, seed=20),
+    Case("vlm_s", 2, (1, 1), 5, 0.8, seed=21),
+    Case("t2v_l", 2, (1, 1), 5, 0.6, seed=22),
 )
 
 
@@ -192,7 +205,8 @@ def solve(given: PlanningProblem, hint: Plan, seconds: float) -> tuple[Plan, boo
     model.Minimize(makespan)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
-    solver.parameters.num_workers = 2
+    solver.parameters.num_workers = 1
+    solver.parameters.interleave_search = True
     status = solver.Solve(model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return hint, False, solver.BestObjectiveBound() * STEP_S

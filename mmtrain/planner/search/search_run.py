@@ -13,7 +13,7 @@ import numpy as np
 
 from mmtrain.costs.noise import EXACT, Factors
 from mmtrain.planner.bound import lower_bound_s
-from mmtrain.planner.search.chains import Start
+from mmtrain.planner.search.chains import Chain, Start
 from mmtrain.planner.search.evaluate import LAST_ITERATIONS, cost_of, evaluate, join
 from mmtrain.planner.search.instance import NO_DRAWS, Searched
 from mmtrain.planner.search.kernels.arrays import RANK, SPLITS, Decoder, Workspace
@@ -33,7 +33,10 @@ LEAST_PER_CHAIN = 500
 """From here on a second chain is worth more than a longer first one, which may get stuck."""
 MOST_CHAINS = 16
 POLISH_SHARE = 0.5
-"""Part of the budget, its last, in which plans are changed action by action."""
+"""Part of the budget, its last, in which plans are changed action by action, where nothing tells what that gains."""
+PROBED = 0.05
+"""Part of the budget in which plans are changed action by action, and then orders as long; so that each gets of the
+rest what it has gained."""
 LEAST_POLISHED = 200
 """Evaluations from which on that is worth more than further orders."""
 SWEEP_SHARE = 0.4
@@ -96,7 +99,7 @@ class SearchRun:
         with ThreadPoolExecutor(self.options.threads) if several else nullcontext() as pool:
             run = pool.map if pool else map
             starts = self._sweep(run)
-            return self._why_over() or self._go_on(run, starts) or (self._polish(run, starts) if self._polishes else "")
+            return self._why_over() or self._go_on(run, starts)
 
     def plan(self) -> Plan | None:
         """The checked best plan; None if none fits."""
@@ -234,51 +237,75 @@ class SearchRun:
     # ------------------------------------------------------------------------------------ chains
 
     def _go_on(self, run: _Map, starts: Sequence[Start]) -> str:
-        """Runs the chains of the strategy until the search is over; returns why.
+        """Goes on from the sweep's plans until the search is over; returns why.
 
-        With noise they go by the makespan first, which finds good plans sooner, then on from these by the mean.
+        With noise chains go by the makespan first, which finds good plans sooner, then on from these by the mean.
         """
         if self.options.noise == EXACT:
-            return self._run_chains(run, self.searched, starts, 1 - POLISH_SHARE if self._polishes else 1.0)
-        self._run_chains(run, replace(self.searched, factors=NO_DRAWS), starts, 1 - ROBUST_SHARE)
+            return self._orders_and_actions(run, starts) if self._polishes else self._run_chains(run, starts)
+        exact = replace(self.searched, factors=NO_DRAWS)
+        self._in_rounds(run, self._chains(exact, starts), 1 - ROBUST_SHARE, self._note_best)
         self._best = sorted((self._by_mean(start) for start in self._best), key=lambda start: start.cost)
         # No order may have fitted yet: chains then go on from where they began.
-        return self._why_over() or self._run_chains(run, self.searched, self._best or starts, 1.0)
+        return self._why_over() or self._run_chains(run, self._best or starts)
 
     def _by_mean(self, start: Start) -> Start:
         cost = evaluate(self.searched, self._workspace(0), start.order, start.how, ITERATIONS)
         return start._replace(cost=cost)
 
-    def _run_chains(self, run: _Map, searched: Searched, starts: Sequence[Start], until: float) -> str:
-        """Runs chains in rounds until a part of the budget is used up; why the search is over, or empty."""
+    def _orders_and_actions(self, run: _Map, starts: Sequence[Start]) -> str:
+        """Runs chains on orders, and then changes the best plans action by action, each for as long as it gains."""
+        chains, first_s = self._chains(self.searched, starts), self.cost_s
+        if first_s == math.inf or self._braids:  # plans without blocks do not compare with those that have some
+            why, until = "", 1 - POLISH_SHARE
+        else:
+            why = self._polish(run, starts, self._progress + PROBED)
+            by_actions = first_s - self.cost_s
+            why = why or self._in_rounds(run, chains, self._progress + PROBED, self._note_best)
+            by_orders = first_s - self._best[0].cost
+            share = by_actions / (by_actions + by_orders) if by_actions > 0.0 else 0.0
+            until = 1 - share * (1 - self._progress)
+        why = why or self._in_rounds(run, chains, until, self._note_best)
+        why = why or self._polish(run, starts, 1.0)
+        return why or self._in_rounds(run, chains, 1.0, self._note_best)
+
+    def _run_chains(self, run: _Map, starts: Sequence[Start]) -> str:
+        """Runs chains until the search is over; returns why."""
+        return self._in_rounds(run, self._chains(self.searched, starts), 1.0, self._note_best)
+
+    def _chains(self, searched: Searched, starts: Sequence[Start]) -> list[Chain]:
         options = self.options
-        count = options.threads
-        if options.budget_evaluations:
-            count = num_chains(options.budget_evaluations)
-        chains = [
+        return [
             CHAINS[options.strategy](
                 searched, self._workspace(i), starts[i % len(starts)], (options.seed, i), options.reorder,
                 any(start.how.split for start in starts), self._braids, ITERATIONS,
             )
-            for i in range(count)
+            for i in range(self._num_chains)
         ]  # fmt: skip
-        return self._in_rounds(run, chains, until, lambda chain: self._note(chain.best))
 
-    def _polish(self, run: _Map, starts: Sequence[Start]) -> str:
-        """Changes the best plans action by action until the search is over; returns why.
+    @property
+    def _num_chains(self) -> int:
+        evaluations = self.options.budget_evaluations
+        return num_chains(evaluations) if evaluations else self.options.threads
 
-        Args: starts: of the strategy's chains, which go on instead if nothing fits yet.
+    def _note_best(self, chain: Chain) -> None:
+        self._note(chain.best)
+
+    def _polish(self, run: _Map, starts: Sequence[Start], until: float) -> str:
+        """Changes the best plans action by action until a part of the budget is used up; why the search is over, or
+        empty.
+
+        Args: starts: of further rounds.
         """
-        options = self.options
-        count = num_chains(options.budget_evaluations) if options.budget_evaluations else options.threads
+        of_cost = {start.cost: start for start in reversed([*self._best, *starts]) if start.cost < math.inf}
+        ranked = [of_cost[cost] for cost in sorted(of_cost)]
         made = [
-            Polished(self.searched, start, ITERATIONS, options.seed + 1000 * i, self._progress)
-            for i, start in enumerate(self._best[:count])
+            Polished(self.searched, ranked[i:] + ranked[:i], ITERATIONS, self.options.seed + 1000 * i, begin, until)
+            for begin in (self._progress,)
+            for i in range(min(self._num_chains, len(ranked)))
         ]
         chains = [chain for chain in made if chain.cost < math.inf]
-        if not chains:
-            return self._run_chains(run, self.searched, starts, 1.0)
-        return self._in_rounds(run, chains, 1.0, self._keep)
+        return self._in_rounds(run, chains, until, self._keep) if chains else self._why_over()
 
     def _keep(self, chain: Polished) -> None:
         if self._polished is None or chain.cost < self._polished.cost:
@@ -295,7 +322,7 @@ class SearchRun:
         while not why and self._progress < until:
             each, running = chunk, chains
             if options.budget_evaluations:  # the last round may be shorter, without the last chains
-                remaining = math.ceil(until * options.budget_evaluations) - self.evaluations
+                remaining = max(1, math.ceil(until * options.budget_evaluations) - self.evaluations)
                 each, running = min(chunk, max(1, remaining // len(chains))), chains[:remaining]
             # Progress at the start and at the end of the round; only evaluations count where there is no time limit.
             before = self._progress

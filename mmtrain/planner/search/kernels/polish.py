@@ -6,7 +6,7 @@ order, or change one option; what deadlocks or does not fit is not accepted. Suc
 one.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -24,258 +24,204 @@ from mmtrain.planner.search.kernels.arrays import (
     W,
     Workspace,
 )
-from mmtrain.planner.search.kernels.compiler import entry, inner, part, small
+from mmtrain.planner.search.kernels.compiler import entry, part, small
 from mmtrain.planner.search.kernels.random_numbers import below, uniform
+from mmtrain.planner.search.kernels.timing import (
+    EPSILON,
+    Timing,
+    free_after,
+    growth_of,
+    latest_end,
+    mark,
+    mark_sources,
+    passing_of,
+    propagate,
+    propagate_tails,
+    seconds_taken,
+    set_spare,
+    signed,
+    sort,
+    take_back,
+    time_all,
+)
 
 BUSY = 0.02
 """Weight of the mean busy seconds of a rank beside the makespan: of plans as long, one with faster options has room for
 further moves."""
-NO_SLOT = 2**32 - 1
-REACH = 8
-"""Places by which most moves shift an action."""
-
-
-class Timing(NamedTuple):
-    """When the actions of a plan end, by their number; what a change has to visit; and how to take it back."""
-
-    place: Any
-    """[4 n] u4: place of an action in the order of its rank."""
-    slot: Any
-    """[4 n] u4: its place in `Workspace.sequence`."""
-    end: Any
-    """[4 n] f8"""
-    backward: Any
-    """[n] u4: the action from which the gradient of a node leaves: its B or I; 0: there is none."""
-    dirty: Any
-    """[3 n] u1 by slot: what may end at another time."""
-    changed: Any
-    """[3 n] u4: actions that do."""
-    before: Any
-    """[3 n] f8: when they ended."""
-
-
-@small
-def _growth(p: Instance, option: Any, action: Any) -> float:
-    """Bytes that an action leaves held, less those that it frees."""
-    kind = action & 3
-    if p.node[action >> 2, NEEDS_B] == 0:
-        return 0.0
-    if kind == F:
-        return float(p.option[option, HELD])
-    if kind == B:
-        return float(-p.option[option, HELD])
-    if kind == I:
-        return float(p.option[option, HELD_W] - p.option[option, HELD])
-    return float(-p.option[option, HELD_W])
+AREA = 0.015
+"""Weight of the mean bytes x seconds of a rank, as a part of its limit: what holds less lets others be faster."""
+REACH, FAR = 8, 0.05
+"""Places by which most moves shift an action, and the part of them that shift it anywhere."""
+HOLDERS, DRAWS = 128, 4
+"""Places back, and how many of them are looked at, for a node that may make room with a smaller option."""
 
 
 @part
-def _fits(p: Instance, w: Workspace, rank: int) -> bool:
-    """Whether a rank's order with its options keeps the limit."""
-    held, fits = 0.0, True
-    if p.room[rank] < np.inf:
-        for k in range(w.length[rank]):
-            action = w.order[rank, k]
-            held += _growth(p, w.option[action >> 2], action)
-            fits = fits and held <= p.room[rank]
-    return fits
-
-
-@small
-def _seconds(p: Instance, option: Any, kind: Any) -> float:
-    if kind == F:
-        return float(p.option[option, 0])
-    if kind == W:
-        return float(p.option[option, ALONE])
-    return float(p.option[option, 1] + (p.option[option, 2] if kind == B else 0.0))
-
-
-@small
-def _end(p: Instance, w: Workspace, t: Timing, action: Any) -> float:
-    """When an action ends, from those that it waits for; -1: one of them has no time yet."""
-    i, kind, start = action >> 2, action & 3, 0.0
-    rank, place = p.node[i, RANK], t.place[action]
-    if place > 0:
-        start = t.end[w.order[rank, place - 1]]
-    if kind == F:
+def _may_pass(p: Instance, w: Workspace, t: Timing, rank: int, source: int, target: int) -> bool:
+    """Whether an action of a rank may go to another place: it passes no other one of its node, and nothing in the
+    sequence that it needs or that needs it."""
+    action, passed = w.order[rank, source], t.slot[w.order[rank, target]]
+    i, kind, may = action >> 2, action & 3, True
+    for k in range(min(source, target), max(source, target) + 1):
+        may = may and (k == source or w.order[rank, k] >> 2 != i)
+    if target > source:
+        if kind == F:
+            for e in range(p.outs_start[i], p.outs_start[i + 1]):
+                may = may and t.slot[4 * p.outs[e, 0]] > passed
+        elif kind != W:
+            for e in range(p.ins_start[i], p.ins_start[i + 1]):
+                may = may and (p.ins[e, 1] == 0 or t.slot[t.backward[p.ins[e, 0]]] > passed)
+    elif kind == F:
         for e in range(p.ins_start[i], p.ins_start[i + 1]):
-            sent = t.end[4 * p.ins[e, 0]]
-            start = max(start, sent + p.ins_lag[e]) if sent >= 0.0 and start >= 0.0 else -1.0
+            may = may and t.slot[4 * p.ins[e, 0]] < passed
     elif kind != W:
         for e in range(p.outs_start[i], p.outs_start[i + 1]):
-            if p.outs[e, 1]:
-                sent = t.end[t.backward[p.outs[e, 0]]]
-                start = max(start, sent + p.outs_lag[e]) if sent >= 0.0 and start >= 0.0 else -1.0
-    return start + _seconds(p, w.option[i], kind) if start >= 0.0 else -1.0
-
-
-@small
-def _latest(w: Workspace, t: Timing) -> float:
-    latest = 0.0
-    for rank in range(w.time.size):
-        if w.length[rank] > 0:
-            latest = max(latest, t.end[w.order[rank, w.length[rank] - 1]])
-    return latest
-
-
-@inner
-def _time_all(p: Instance, w: Workspace, t: Timing) -> float:
-    """The makespan of the orders in a workspace with its options, inf if they deadlock. Sets the timing, and the
-    sequence of the actions."""
-    at, done, num_actions = w.pending_span, 0, 0
-    at[:] = 0
-    t.end[:] = -1.0
-    for rank in range(w.time.size):
-        num_actions += w.length[rank]
-        for k in range(w.length[rank]):
-            action = w.order[rank, k]
-            t.place[action] = k
-            if action & 3 == B or action & 3 == I:
-                t.backward[action >> 2] = action
-    before = -1
-    while before < done:
-        before = done
-        for rank in range(w.time.size):
-            while at[rank, 0] < w.length[rank]:
-                action = w.order[rank, at[rank, 0]]
-                end = _end(p, w, t, action)
-                if end < 0.0:
-                    break
-                t.end[action] = end
-                at[rank, 0] += 1
-                done += 1
-    if done < num_actions:
-        return np.inf
-    _sort(p, w, t)
-    return float(_latest(w, t))
+            may = may and (p.outs[e, 1] == 0 or t.slot[t.backward[p.outs[e, 0]]] < passed)
+    return bool(may)
 
 
 @part
-def _has_inputs(p: Instance, t: Timing, action: Any) -> bool:
-    """Whether all that an action needs from other ranks has a slot already."""
-    i, kind, has = action >> 2, action & 3, True
-    if kind == F:
-        for e in range(p.ins_start[i], p.ins_start[i + 1]):
-            has = has and t.slot[4 * p.ins[e, 0]] != NO_SLOT
-    elif kind != W:
-        for e in range(p.outs_start[i], p.outs_start[i + 1]):
-            has = has and (p.outs[e, 1] == 0 or t.slot[t.backward[p.outs[e, 0]]] != NO_SLOT)
-    return bool(has)
+def _tightest(t: Timing, rank: int, begin: int, end: int) -> int:
+    """The place of a rank, of some, with the least to spare. Args: end: behind the last of them; above `begin`."""
+    tightest = begin
+    for k in range(begin + 1, end):
+        if t.spare[rank, k] < t.spare[rank, tightest]:
+            tightest = k
+    return tightest
 
 
 @part
-def _sort(p: Instance, w: Workspace, t: Timing) -> None:
-    """Sets the sequence to the order of the actions' ends, of several that end at once each after those it needs."""
-    at = w.pending_span
-    at[:] = 0
-    t.slot[:] = NO_SLOT
-    slot = 0
-    while True:
-        first, least = -1, np.inf
-        for rank in range(w.time.size):
-            if at[rank, 0] < w.length[rank]:
-                action = w.order[rank, at[rank, 0]]
-                if t.end[action] < least and _has_inputs(p, t, action):
-                    first, least = rank, t.end[action]
-        if first < 0:
-            break
-        action = w.order[first, at[first, 0]]
-        at[first, 0] += 1
-        w.sequence[slot] = action
-        t.slot[action] = slot
-        slot += 1
-
-
-@small
-def _mark(t: Timing, action: Any, last: int) -> int:
-    """Has an action visited; the last slot to visit."""
-    t.dirty[t.slot[action]] = 1
-    return int(max(last, t.slot[action]))
-
-
-@inner
-def _propagate(p: Instance, w: Workspace, t: Timing, slot: int, last: int) -> int:
-    """Times the marked actions anew, and those that they change; how many have changed.
-
-    Args: slot, last: of the first and of the last that is marked.
-    """
-    num_changed = 0
-    while slot <= last:
-        if t.dirty[slot]:
-            t.dirty[slot] = 0
-            action = w.sequence[slot]
-            i, kind, end = action >> 2, action & 3, _end(p, w, t, action)
-            if end != t.end[action]:
-                t.changed[num_changed], t.before[num_changed] = action, t.end[action]
-                num_changed += 1
-                t.end[action] = end
-                rank, following = p.node[i, RANK], t.place[action] + 1
-                if following < w.length[rank]:
-                    last = _mark(t, w.order[rank, following], last)
-                if kind == F:
-                    for e in range(p.outs_start[i], p.outs_start[i + 1]):
-                        last = _mark(t, 4 * p.outs[e, 0], last)
-                elif kind != W:
-                    for e in range(p.ins_start[i], p.ins_start[i + 1]):
-                        if p.ins[e, 1]:
-                            last = _mark(t, t.backward[p.ins[e, 0]], last)
-        slot += 1
-    return num_changed
+def _lacks_shifted(
+    p: Instance, w: Workspace, t: Timing, rank: int, source: int, target: int
+) -> tuple[int, float]:  # fmt: skip
+    """(The place where a rank lacks most bytes if an action goes to another place; how many, at most 0: none)."""
+    action = w.order[rank, source]
+    growth, passing = growth_of(p, w.option[action >> 2], action), passing_of(p, w.option[action >> 2], action)
+    if target > source:
+        place = _tightest(t, rank, source + 1, target + 1)
+        lacks, own = -growth - t.spare[rank, place], passing - free_after(p, w, t, rank, target)
+        return (target, own) if own > lacks else (place, lacks)
+    place = _tightest(t, rank, target, source)
+    lacks, own = growth - t.spare[rank, place], growth + passing - free_after(p, w, t, rank, target - 1)
+    return (max(0, target - 1), own) if own > lacks else (place, lacks)
 
 
 @part
-def _take_back(t: Timing, num_changed: int) -> None:
-    for k in range(num_changed - 1, -1, -1):
-        t.end[t.changed[k]] = t.before[k]
-
-
-@part
-def _move(w: Workspace, t: Timing, rank: int, source: int, target: int) -> bool:
-    """Moves an action of a rank to another place of its order, and in the sequence those that it passes to the slots of
-    the others; whether it passes no other action of its node."""
-    action, allowed = w.order[rank, source], True
-    slot = t.slot[action]
+def _shift(w: Workspace, t: Timing, rank: int, source: int, target: int, slot: int) -> None:
+    """Moves an action of a rank to another place of its order, and to another slot."""
+    action = w.order[rank, source]
     step = 1 if target > source else -1
     for place in range(source, target, step):
         other = w.order[rank, place + step]
         w.order[rank, place] = other
         t.place[other] = place
-        freed = t.slot[other]
-        t.slot[other] = slot
-        w.sequence[slot] = other
-        slot = freed
-        allowed = allowed and other >> 2 != action >> 2
     w.order[rank, target] = action
     t.place[action] = target
-    t.slot[action] = slot
+    for k in range(int(t.slot[action]), slot, step):
+        other = w.sequence[k + step]
+        w.sequence[k] = other
+        t.slot[other] = k
     w.sequence[slot] = action
-    return allowed
+    t.slot[action] = slot
+
+
+@small
+def _span(p: Instance, t: Timing, i: Any) -> tuple[int, int, int]:
+    """The places of a rank from which and before which a node holds bytes until I or B, and before which until W."""
+    begin, end = signed(t.place[4 * i]), signed(t.place[4 * i]) + 1
+    if p.node[i, NEEDS_B] > 0:
+        end = signed(t.place[t.backward[i]])
+    return begin, end, signed(t.place[4 * i + W]) if t.backward[i] & 3 == I else end
 
 
 @part
-def _in_sequence(p: Instance, w: Workspace, t: Timing, rank: int, low: int, high: int) -> bool:
-    """Whether the actions at some places of a rank are in slots behind those that they need, and before those that need
-    them."""
-    right = True
-    for k in range(low, high + 1):
-        action = w.order[rank, k]
-        i, kind, slot = action >> 2, action & 3, t.slot[action]
-        if kind == F:
-            for e in range(p.ins_start[i], p.ins_start[i + 1]):
-                right = right and t.slot[4 * p.ins[e, 0]] < slot
-            for e in range(p.outs_start[i], p.outs_start[i + 1]):
-                right = right and t.slot[4 * p.outs[e, 0]] > slot
-        elif kind != W:
-            for e in range(p.outs_start[i], p.outs_start[i + 1]):
-                right = right and (p.outs[e, 1] == 0 or t.slot[t.backward[p.outs[e, 0]]] < slot)
-            for e in range(p.ins_start[i], p.ins_start[i + 1]):
-                right = right and (p.ins[e, 1] == 0 or t.slot[t.backward[p.ins[e, 0]]] > slot)
-    return right
+def _lacks_changed(p: Instance, w: Workspace, t: Timing, i: Any, option: Any) -> tuple[int, float]:
+    """(The place where a rank lacks most bytes with another option of a node; how many, at most 0: none)."""
+    (begin, end, last), rank = _span(p, t, i), p.node[i, RANK]
+    more = p.option[option, HELD] - p.option[w.option[i], HELD]
+    more_w = p.option[option, HELD_W] - p.option[w.option[i], HELD_W]
+    place, lacks = begin, 0.0
+    if more > 0.0:
+        place = _tightest(t, rank, begin, end)
+        lacks = more - t.spare[rank, place]
+    if more_w > 0.0 and last > end:
+        later = _tightest(t, rank, end, last)
+        if more_w - t.spare[rank, later] > lacks:
+            return later, more_w - t.spare[rank, later]
+    return place, lacks
 
 
 @part
-def _keep(w: Workspace, best_order: Any, best_option: Any) -> None:
+def _holder(p: Instance, w: Workspace, t: Timing, rank: int, place: int, but: Any, random: Any) -> Any:
+    """A node, by chance, that holds bytes at a place of a rank; -1: none was drawn. Args: but: not this one."""
+    for _ in range(DRAWS):
+        action = w.order[rank, place - below(random, min(place + 1, HOLDERS))]
+        i = action >> 2
+        if action & 3 == F and i != but and p.node[i, NEEDS_B] > 0 and t.place[t.backward[i]] > place:
+            return signed(i)
+    return signed(-1)
+
+
+@part
+def _smaller(p: Instance, w: Workspace, i: Any, lacks: float) -> Any:
+    """The fastest option of a node that holds less than its own by some bytes; -1: there is none."""
+    for option in range(signed(w.option[i]) + 1, p.first[p.node[i, KIND] + 1]):
+        if p.option[w.option[i], HELD] - p.option[option, HELD] >= lacks:
+            return option
+    return signed(-1)
+
+
+@part
+def _hold(p: Instance, w: Workspace, t: Timing, i: Any, option: Any) -> None:
+    """Sets what a node's rank has to spare with another option of it."""
+    (begin, end, last), rank = _span(p, t, i), p.node[i, RANK]
+    more = p.option[option, HELD] - p.option[w.option[i], HELD]
+    more_w = p.option[option, HELD_W] - p.option[w.option[i], HELD_W]
+    for k in range(begin, end):
+        t.spare[rank, k] -= more
+    for k in range(end, last):
+        t.spare[rank, k] -= more_w
+
+
+@small
+def _area(t: Timing, i: Any) -> float:
+    """The bytes x seconds of a node, weighted."""
+    area = t.pull[4 * i] * t.end[4 * i]
+    if t.backward[i] > 0:
+        area += t.pull[t.backward[i]] * t.end[t.backward[i]]
+        if t.backward[i] & 3 == I:
+            area += t.pull[4 * i + W] * t.end[4 * i + W]
+    return float(area)
+
+
+@small
+def _set_pull(p: Instance, t: Timing, i: Any, option: Any) -> None:
+    """Sets by how much the bytes x seconds of a node with an option grow with the ends of its actions."""
+    scale = AREA / (p.limit.size * p.limit[p.node[i, RANK]])
+    t.pull[4 * i] = 0.0
+    if t.backward[i] > 0:
+        t.pull[4 * i] = -p.option[option, HELD] * scale
+        t.pull[t.backward[i]] = p.option[option, HELD] * scale
+        if t.backward[i] & 3 == I:
+            t.pull[t.backward[i]] -= p.option[option, HELD_W] * scale
+            t.pull[4 * i + W] = p.option[option, HELD_W] * scale
+
+
+@part
+def _set_option(p: Instance, w: Workspace, t: Timing, i: Any, option: Any) -> None:
+    """Gives a node an option, and its actions their seconds."""
+    w.option[i] = option
+    _set_pull(p, t, i, option)
+    t.took[4 * i] = seconds_taken(p, option, F)
+    if t.backward[i] > 0:
+        t.took[t.backward[i]] = seconds_taken(p, option, t.backward[i] & 3)
+        t.took[4 * i + W] = seconds_taken(p, option, W)
+
+
+@part
+def _keep(w: Workspace, best_order: Any, best_option: Any, best_length: Any) -> None:
     for rank in range(w.time.size):
+        best_length[rank] = w.length[rank]
         for place in range(w.length[rank]):
             best_order[rank, place] = w.order[rank, place]
     for i in range(w.option.size):
@@ -283,83 +229,195 @@ def _keep(w: Workspace, best_order: Any, best_option: Any) -> None:
 
 
 @part
-def _busy(p: Instance, w: Workspace, i: Any, whole: bool) -> float:
-    """Seconds of all actions of a node."""
-    row = p.option[w.option[i]]
+def _busy(p: Instance, option: Any, whole: bool) -> float:
+    """Seconds of all actions of a node with an option."""
+    row = p.option[option]
     return float(row[0] + row[1] + (row[2] if whole else row[ALONE]))
+
+
+@part
+def _least(p: Instance, w: Workspace, t: Timing, i: Any, option: Any) -> float:
+    """A bound of the makespan with another option of a node: of the paths through those of its actions that take
+    longer."""
+    less, least = 0.0, 0.0
+    for kind in range(4):
+        action = 4 * i + kind
+        if kind == F or action == t.backward[i] or (kind == W and t.backward[i] & 3 == I):
+            more = seconds_taken(p, option, kind) - t.took[action]
+            less += min(0.0, more)
+            if more > 0.0:
+                least = max(least, t.end[action] + t.tail[action] + more)
+    return least + less
+
+
+@part
+def _mark_node(p: Instance, t: Timing, i: Any, first: int, last: int) -> tuple[int, int]:
+    """Has the actions of a node visited; the first and the last slot to visit."""
+    slot = int(t.slot[4 * i])
+    mark(t, slot)
+    first, last = min(first, slot), max(last, slot)
+    if t.backward[i] > 0:
+        slot = int(t.slot[t.backward[i]])
+        mark(t, slot)
+        last = max(last, slot)
+        if t.backward[i] & 3 == I:
+            slot = int(t.slot[4 * i + W])
+            mark(t, slot)
+            last = max(last, slot)
+    return first, last
+
+
+@part
+def _mark_sources_of_node(p: Instance, w: Workspace, t: Timing, i: Any, first: int, last: int) -> tuple[int, int]:
+    """Has those visited, from the last slot, that the actions of a node wait for; the first and the last to visit."""
+    action = 4 * i
+    if t.backward[i] > 0:
+        action = t.backward[i]
+        last = mark_sources(p, w, t, action, last)
+        if t.backward[i] & 3 == I:
+            action = 4 * i + W
+            last = mark_sources(p, w, t, action, last)
+    return min(first, 64 * t.dirty.size - 1 - int(t.slot[action])), mark_sources(p, w, t, 4 * i, last)
 
 
 @entry
 def polish(
-    p: Instance, w: Workspace, t: Timing, best_order: Any, best_option: Any, best: float, random: Any, tries: int,
-    hot: float, cold: float,
+    p: Instance, w: Workspace, t: Timing, best_order: Any, best_option: Any, best_length: Any, best: float,
+    random: Any, tries: int, hot: float, cold: float,
 ) -> float:  # fmt: skip
     """Anneals the plan in a workspace, which has no blocks and no joined backwards; the makespan of the best.
 
-    Args: best_order, best_option: as `Workspace.order` and `option`: the best plan before, and after it. best: its
+    Where a change does not fit, another node of the rank makes room with the fastest option that is small enough.
+
+    Args: best_order, best_option, best_length: as in `Workspace`: the best plan before, and after it. best: its
         makespan. random: [1] u8 state of the generator. hot, cold: temperature at the start and at the end, as a part
         of the makespan.
     """
     num_ranks, num_nodes = w.time.size, p.node.shape[0]
-    makespan, busy = _time_all(p, w, t), 0.0
+    makespan, busy, num_actions = time_all(p, w, t), 0.0, 0
+    for rank in range(num_ranks):
+        num_actions += w.length[rank]
     for i in range(num_nodes):
-        busy += _busy(p, w, i, t.backward[i] & 3 == B)
+        _set_pull(p, t, i, w.option[i])
+        busy += _busy(p, w.option[i], t.backward[i] & 3 == B)
+    last_slot = 64 * t.dirty.size - 1
     for number in range(tries):
+        if number % num_actions == num_actions - 1:
+            sort(p, w, t)
         cost = makespan + BUSY * busy / num_ranks
         most = cost - hot * (cold / hot) ** (number / tries) * best * np.log(1.0 - uniform(random))
-        if uniform(random) < 0.5:
-            i = below(random, num_nodes)
-            rank, listed = p.node[i, RANK], p.node[i, KIND]
-            first, count = p.first[listed], p.first[listed + 1] - p.first[listed]
-            if count < 2:
-                continue
-            before, whole = w.option[i], t.backward[i] & 3 == B
-            busy_then = busy - _busy(p, w, i, whole)
-            w.option[i] = first + (before - first + 1 + below(random, count - 1)) % count
-            busy_then += _busy(p, w, i, whole)
-            if not _fits(p, w, rank):
-                w.option[i] = before
-                continue
-            slot, last = int(t.slot[4 * i]), _mark(t, 4 * i, 0)
-            if t.backward[i] > 0:
-                last = _mark(t, t.backward[i], last)
-                if not whole:
-                    last = _mark(t, 4 * i + W, last)
-            num_changed = _propagate(p, w, t, slot, last)
-            makespan_then = _latest(w, t)
-            if makespan_then + BUSY * busy_then / num_ranks > most:
-                w.option[i] = before
-                _take_back(t, num_changed)
-                continue
-            busy = busy_then
-        else:
+        shifts, source, target = uniform(random) < 0.5, 0, 0
+        if shifts:
             rank = below(random, num_ranks)
-            length = int(w.length[rank])
+            length = signed(w.length[rank])
             if length < 2:
                 continue
-            source, reach = below(random, length), length if uniform(random) < 0.1 else REACH
+            source, reach = below(random, length), length if uniform(random) < FAR else REACH
             far = 1 + below(random, reach)
             target = source + far if uniform(random) < 0.5 else source - far
             target = min(length - 1, max(0, target))
-            low, high = min(source, target), max(source, target)
-            if not (_move(w, t, rank, source, target) and _fits(p, w, rank)):
-                _move(w, t, rank, target, source)
+            if target == source or not _may_pass(p, w, t, rank, source, target):
                 continue
-            if _in_sequence(p, w, t, rank, low, high):
-                slot, last = int(t.slot[w.order[rank, low]]), 0
-                for k in range(low, min(high + 2, length)):
-                    last = _mark(t, w.order[rank, k], last)
-                num_changed = _propagate(p, w, t, slot, last)
-                makespan_then = _latest(w, t)
-                if makespan_then + BUSY * busy / num_ranks > most:
-                    _take_back(t, num_changed)
-                    _move(w, t, rank, target, source)
-                    continue
+            i = signed(w.order[rank, source] >> 2)
+            option = signed(w.option[i])
+            place, lacks = _lacks_shifted(p, w, t, rank, source, target)
+        else:
+            i = below(random, num_nodes)
+            rank, listed = signed(p.node[i, RANK]), p.node[i, KIND]
+            first, count = p.first[listed], p.first[listed + 1] - p.first[listed]
+            if count < 2:
+                continue
+            option = first + (signed(w.option[i]) - first + 1 + below(random, count - 1)) % count
+            place, lacks = _lacks_changed(p, w, t, i, option)
+        other, option_then = signed(-1), signed(-1)
+        if lacks > 0.0:
+            other = _holder(p, w, t, rank, place, i, random)
+            if other >= 0:
+                option_then = _smaller(p, w, other, lacks)
+            if option_then < 0:
+                continue
+        before, whole, busy_then = signed(w.option[i]), t.backward[i] & 3 == B, busy
+        busy_then += _busy(p, option, whole) - _busy(p, before, whole)
+        option_before = signed(0)
+        area_before = 0.0
+        if other >= 0:
+            area_before += _area(t, other)
+        if not shifts:
+            area_before += _area(t, i)
+        if other >= 0:
+            option_before, whole = signed(w.option[other]), t.backward[other] & 3 == B
+            busy_then += _busy(p, option_then, whole) - _busy(p, option_before, whole)
+        limit = most - BUSY * busy_then / num_ranks + EPSILON * makespan
+        if other >= 0:
+            if _least(p, w, t, other, option_then) > limit:
+                continue
+            _hold(p, w, t, other, option_then)
+            _set_option(p, w, t, other, option_then)
+            if shifts:
+                place, lacks = _lacks_shifted(p, w, t, rank, source, target)
             else:
-                _move(w, t, rank, target, source)
+                place, lacks = _lacks_changed(p, w, t, i, option)
+            if lacks > 0.0:
+                _hold(p, w, t, other, option_before)
+                _set_option(p, w, t, other, option_before)
                 continue
-        makespan = makespan_then
+        elif not shifts and _least(p, w, t, i, option) > limit:
+            continue
+        # What has changed is marked.
+        begin, behind, slot = last_slot, 0, 0
+        low, high = min(source, target), max(source, target)
+        if shifts:
+            slot = int(t.slot[w.order[rank, source]])
+            _shift(w, t, rank, source, target, int(t.slot[w.order[rank, target]]))
+            begin, behind = int(t.slot[w.order[rank, low]]), int(t.slot[w.order[rank, high]])
+            for k in range(low, high + 1):
+                mark(t, int(t.slot[w.order[rank, k]]))
+        else:
+            _hold(p, w, t, i, option)
+            _set_option(p, w, t, i, option)
+            begin, behind = _mark_node(p, t, i, begin, behind)
+        if other >= 0:
+            begin, behind = _mark_node(p, t, other, begin, behind)
+        last = behind
+        if shifts and high + 1 < w.length[rank]:
+            last = max(last, int(t.slot[w.order[rank, high + 1]]))
+            mark(t, int(t.slot[w.order[rank, high + 1]]))
+        more_area = 0.0
+        if not shifts:
+            more_area += _area(t, i)
+        if other >= 0:
+            more_area += _area(t, other)
+        more_area -= area_before
+        num_changed, exceeds = propagate(p, w, t, begin, last, behind, limit)
+        if not exceeds:
+            for k in range(num_changed):
+                more_area += t.pull[t.changed[k]] * (t.end[t.changed[k]] - t.before[k])
+            exceeds = latest_end(w, t) + more_area > limit
+        if exceeds:
+            take_back(t, num_changed)
+            if shifts:
+                _shift(w, t, rank, target, source, slot)
+            else:
+                _hold(p, w, t, i, before)
+                _set_option(p, w, t, i, before)
+            if other >= 0:
+                _hold(p, w, t, other, option_before)
+                _set_option(p, w, t, other, option_before)
+            continue
+        busy, makespan = busy_then, latest_end(w, t)
+        begin, last = last_slot, 0
+        if shifts:
+            set_spare(p, w, t, rank, low, high + 1)
+            begin = last_slot - int(t.slot[w.order[rank, high]])
+            for k in range(max(0, low - 1), high + 1):
+                last = max(last, last_slot - int(t.slot[w.order[rank, k]]))
+                mark(t, last_slot - int(t.slot[w.order[rank, k]]))
+        else:
+            begin, last = _mark_sources_of_node(p, w, t, i, begin, last)
+        if other >= 0:
+            begin, last = _mark_sources_of_node(p, w, t, other, begin, last)
+        propagate_tails(p, w, t, begin, last)
         if makespan < best:
             best = makespan
-            _keep(w, best_order, best_option)
+            _keep(w, best_order, best_option, best_length)
     return float(best)
