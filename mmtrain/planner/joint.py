@@ -45,8 +45,8 @@ def search_iteration(
     grouping that the plan is for.
 
     With `planner.search.regroup` other groupings than the given one are tried, if half of the budget judges one of
-    them. With a budget in evaluations, the result depends on nothing but the iteration, the budget and the seed; with one in
-    seconds, judging is a part of them.
+    them. With a budget in evaluations, the result depends on nothing but the iteration, the budget and the seed; with
+    one in seconds, judging is a part of them.
 
     Args: planner: of the iteration. search: finds the orders. cancelled: as of `search`.
     Raises: PlanError: no budget; and what `search` raises.
