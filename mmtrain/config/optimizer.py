@@ -29,7 +29,7 @@ class OptimizerGroup:
             re.compile(self.pattern)
         except re.error as error:
             raise ConfigError(
-                f"optimizer.groups: pattern = {shown(self.pattern)} is no regular expression: {error}; mend it"
+                f"optimizer.groups: pattern = {shown(self.pattern)} is no regular expression: {error}; correct it"
             ) from None
         if not self.module and not self.pattern:
             raise ConfigError(

@@ -27,9 +27,9 @@ class ImageMeta:
     sample: int
     """Index of its record in the data source."""
     index: int
-    """Its index among the images of that record and, counted behind them, its videos and sounds."""
+    """The index of the item among the images of that record and, counted behind them, its videos and sounds."""
     frame: int | None = None
-    """Its index in time, if it is one patch in time of a video, or a window of a sound."""
+    """The index in time, if the item is one patch in time of a video, or a window of a sound."""
     grid: tuple[int, int, int]
     """Patches (time, height, width); time is 1 for an image."""
     num_tokens: int
@@ -40,11 +40,11 @@ class ImageMeta:
     source: str = ""
     """Name of its source; empty if the job has one."""
     seconds: float = 0.0
-    """Of a video, the seconds from one patch to the next in time; 0: it is an image."""
+    """For a video, the seconds from one patch to the next in time; 0: it is an image."""
     time_step: float = 1.0
     """Positions from one patch to the next in time, before rounding, in a model with positions on three axes."""
     sound_s: float = 0.0
-    """Of a window of a sound, its length without silence, seconds; 0: it is no sound."""
+    """The seconds of a window of a sound, without silence; 0: it is no sound."""
 
     @property
     def is_sound(self) -> bool:
@@ -58,7 +58,7 @@ class ImageMeta:
 
     @property
     def key(self) -> tuple[int, ...]:
-        """(sample, index), and the frame if it has one, by which a batch is compared with its metadata."""
+        """The sample, the index, and the frame if there is one, by which a batch is compared with its metadata."""
         return (self.sample, self.index) if self.frame is None else (self.sample, self.index, self.frame)
 
     @property
@@ -83,7 +83,7 @@ class ImageMeta:
 
     @property
     def name(self) -> str:
-        """Its name in error messages."""
+        """The name of the item in error messages."""
         content = "video" if self.is_video else "image" if self.module == "vision" else self.module
         part = "" if self.frame is None else f"frame {self.frame} of " if self.is_video else f"window {self.frame} of "
         return f"{part}{content} {self.index} of {sample_name(self.sample, self.source)}"
@@ -124,7 +124,7 @@ class DocumentMeta:
 
     @property
     def name(self) -> str:
-        """Its name in error messages."""
+        """The name of the document in error messages."""
         return f"the document of {sample_name(self.sample, self.source)}"
 
 
@@ -154,7 +154,7 @@ class ClipMeta:
 
     @property
     def bucket(self) -> tuple[int, int, int]:
-        """(frames, height, width) of the latents; clips of one bucket can be stacked to a batch [N, C, F, H, W]."""
+        """Frames, height and width of the latents; clips of one bucket can be stacked to a batch [N, C, F, H, W]."""
         return self.frames, self.height, self.width
 
     def numbered(self, sample: int) -> "ClipMeta":
@@ -172,7 +172,7 @@ class ClipMeta:
 
     @property
     def name(self) -> str:
-        """Its name in error messages."""
+        """The name of the clip in error messages."""
         return f"the clip of {sample_name(self.sample, self.source)}" + (
             f" (occurrence {self.index})" if self.index else ""
         )
@@ -241,7 +241,7 @@ class MicrobatchMeta:
 
     @cached_property
     def buckets(self) -> dict[tuple[int, int, int], tuple[int, ...]]:
-        """(frames, height, width) -> indices in `clips` of the clips of that bucket; ordered by their first clip."""
+        """The indices in `clips` of the clips of each bucket (frames, height, width), ordered by their first clip."""
         positions: dict[tuple[int, int, int], list[int]] = {}
         for position, clip in enumerate(self.clips):
             positions.setdefault(clip.bucket, []).append(position)
@@ -257,7 +257,7 @@ class AssignmentMeta:
     reason: str = ""
     """Why the policy could not place the samples, so that first-fit did; empty: it could."""
     seconds: float = field(default=0.0, compare=False)
-    """That it took."""
+    """The seconds that the assignment took."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ class ClipSamples:
     """Sampled clips that are pixels."""
 
     prompts: tuple[str, ...]
-    """Of each clip."""
+    """The prompt of each clip."""
     clips: Tensor
     """[N, 3, F, H, W], numbers from -1 to 1."""
     verdict: ClipVerdict | None

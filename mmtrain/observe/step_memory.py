@@ -121,7 +121,7 @@ class PeakMeter:
 
 
 def memory_gib(device: torch.device) -> tuple[float, float]:
-    """(peak memory of this rank in GiB, percent of the device): the allocator's on a GPU, else the process's.
+    """The peak memory of this rank in GiB, and in percent of the device: the allocator's on a GPU, else the process's.
 
     Since the peak was last reset, which each step of a job does.
     """
@@ -165,7 +165,7 @@ class JobMemory:
         """Args: budgets: of the pipelines of each depth; own: which of them is this rank's."""
         self._device, self._pp_rank, self._all, self._own = device, pp_rank, tuple(budgets), own
         self.meter = PeakMeter(device, self._budgets.budget.ranks[pp_rank].process_bytes, shared=shares_device)
-        """Of the step that runs."""
+        """The meter of the step that runs."""
 
     @classmethod
     def budgeted(cls, config: Config, jobs: Sequence[Job], device: torch.device, found: DeviceMemory) -> "JobMemory":
@@ -213,12 +213,12 @@ class JobMemory:
         return {"depths": parts} if len(parts) > 1 else next(iter(parts.values()), {})
 
     def _of(self, budgets: BudgetHistory) -> str:
-        """Which pipelines have these budgets, for the log; empty: all."""
+        """The pipelines that have these budgets, for the log; empty: all."""
         return f"pipelines of {budgets.num_ranks} ranks: " if len(self._all) > 1 else ""
 
     @property
     def _budgets(self) -> BudgetHistory:
-        """Of this rank's pipeline."""
+        """The budgets of this rank's pipeline."""
         return self._all[self._own]
 
     def budget(self, step: int) -> MemoryBudget:

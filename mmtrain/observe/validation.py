@@ -37,17 +37,17 @@ class Validation:
     accuracy: Mapping[str, tuple[int, int]]
     """Grade -> (answers right, answers)."""
     recall: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """Of pairs, what `recalls` finds."""
+    """What `recalls` finds for pairs."""
     shuffled_loss: float | None = None
     """Loss with each clip under the caption of another one; None: not measured."""
     sources: Mapping[str, SourceTotals] = field(default_factory=dict)
-    """Of several sources: name -> its part of the validation."""
+    """The part of each of several sources, by name."""
     answers: tuple[Answer, ...] = ()
-    """To held-out questions (`validation.generate`), on rank 0."""
+    """The answers to held-out questions (`validation.generate`), on rank 0."""
     samples: ClipSamples | None = None
     """Clips for held-out prompts (`validation.samples`)."""
     numbers: Mapping[str, float] = field(default_factory=dict)
-    """Of these answers: exact_match, and those of `validation.metric`, by name."""
+    """The numbers of these answers by name: exact_match, and those of `validation.metric`."""
     so_far: Validated = field(default_factory=Validated)
     """The validations up to this one; without a best one if the job does not compare them."""
 
@@ -160,7 +160,7 @@ def count_answers(
 def whole_predictions(
     plan: IterationPlan, labels: Sequence[Tensor], predictions: Mapping[int, Tensor], mesh: Mesh
 ) -> dict[int, Tensor]:
-    """work -> [L] predicted token of each labelled position, from those of each cp rank's tokens.
+    """The predicted token of each labelled position, [L] for each work, from those of each cp rank's tokens.
 
     Collective over cp.
 

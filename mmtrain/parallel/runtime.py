@@ -34,7 +34,7 @@ Handler = Callable[[BoundAction], None]
 RunPass = Callable[[], None]
 
 Feed = Callable[[int, int], tuple[tuple[Any, ...], dict[str, Any]]]
-"""(stage, work) -> positional and keyword arguments of the chunk's forward, before its received inputs."""
+"""A function (stage, work) -> positional and keyword arguments of the chunk's forward, before its received inputs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +42,11 @@ class StepOutcome:
     """What one run of a program left on this rank."""
 
     losses: dict[int, Tensor] = field(default_factory=dict)
-    """work -> sum of the loss over its targets, detached; on the rank of the last stage."""
+    """The sum of the loss over each work's targets, detached; on the rank of the last stage."""
     predictions: dict[int, Tensor] = field(default_factory=dict)
-    """work -> predicted token of each labelled position, if the feed asked for them."""
+    """The predicted token of each labelled position of a work, if the feed asked for them."""
     position_losses: dict[int, Tensor] = field(default_factory=dict)
-    """work -> [L] loss of each labelled position of this rank, detached; of a job that reports losses by source."""
+    """The loss [L] of each labelled position of this rank by work, detached; of a job that reports losses by source."""
     times: Callable[[], Times] = lambda: ((), (0.0, 0.0))
     """Reads the clock; waits for the device until the program has ended."""
 
@@ -63,7 +63,7 @@ class StepOutcome:
 
     @property
     def rows(self) -> tuple[tuple[Action, float, float], ...]:
-        """(action, start, end) of every compute action and instruction, seconds on this host's monotonic clock (unless
+        """Every compute action and instruction with its start and end, seconds on this host's monotonic clock (unless
         `use_clock`). Waits for the device, so read it when the step has."""
         return self._times[0]
 

@@ -66,10 +66,10 @@ class ReachedStep:
     """Values that all replicas predict."""
     outcome: StepOutcome
     loss_sum: float
-    """Of this rank."""
+    """The sum of the losses of this rank."""
     reduction: MetricReduction
     totals: Tensor | None = None
-    """[values] float64."""
+    """The sums over the job, [values] float64."""
 
     def taken(self) -> dict[str, Tensor]:
         """The totals by name, once they are there; those of metrics are recorded."""
@@ -102,19 +102,19 @@ class Steps:
         self.items: Iterator[Item] = iter(())
         """The batches from the state on."""
         self.device_memory: DeviceMemory
-        """That all ranks agreed on, before the first placement."""
+        """The memory that all ranks agreed on, before the first placement."""
         self.applied: Callable[[int], None] = lambda step: None
         """Called when the weights of this rank are those after a step."""
 
     @property
     def job(self) -> Job:
-        """That of this rank's pipeline."""
+        """The job of this rank's pipeline."""
         rank = dist.get_rank() if dist.is_initialized() else Launched.from_environment().rank
         return self.jobs[self.config.parallelism.layout.coordinates(rank).pipeline]
 
     @property
     def placement(self) -> JobPlacement:
-        """Where the job is trained now."""
+        """The placement in which the job trains now."""
         assert self._placement is not None
         return self._placement
 

@@ -74,7 +74,7 @@ class RankBudget:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """Its row of the budget's table, in GiB."""
+        """The rank's row of the budget's table, in GiB."""
         state = self.state
         fixed = (self.process_bytes, state.param_bytes, state.grad_bytes, state.optimizer_bytes, self.inputs_bytes)
         columns = (self.limit_bytes, *fixed, self.margin_bytes, self.activation_bytes)
@@ -97,7 +97,7 @@ class MemoryBudget:
     amount: MemoryAmount | None
     """The limit as it was written; None: none was."""
     ranks: tuple[RankBudget, ...]
-    """[pp_rank]"""
+    """The budget of each pipeline rank."""
 
     @property
     def limited(self) -> bool:
@@ -106,7 +106,7 @@ class MemoryBudget:
 
     @property
     def margin_bytes(self) -> tuple[float, ...]:
-        """[pp_rank]"""
+        """The margin of each pipeline rank."""
         return tuple(rank.margin_bytes for rank in self.ranks)
 
     @property
@@ -199,7 +199,7 @@ class MemoryRule:
     limit_bytes: float | None
     """None: no limit, or a part of a device of unknown memory."""
     margin: float
-    """As a fraction of the limit."""
+    """The margin as a fraction of the limit."""
     sharding: Sharding
     inputs_bytes: float
     """Of inputs that wait on an accelerator for their forwards."""
@@ -269,11 +269,11 @@ class BudgetHistory:
     """The budgets of a run's steps: the first budget, and the margins of each step from which they are larger."""
 
     budget: MemoryBudget
-    """Its margins are those of the first steps."""
+    """The first budget; its margins are those of the first steps."""
     device: str
     """Kind of device on which the bytes of a process were measured."""
     margins: tuple[tuple[int, tuple[float, ...]], ...] = ()
-    """(first step, [pp_rank] -> bytes), ascending."""
+    """The steps at which margins grow, ascending, each with the bytes of each pp_rank."""
     needed_bytes: tuple[float, ...] = ()
     """[pp_rank] -> the largest of all batches' least activation bytes; empty: no batch yet."""
 
