@@ -41,11 +41,12 @@ from mmtrain.local.ranks import run_on_ranks
 from mmtrain.modality.typical import TypicalSizes
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.joint import search_iteration
 from mmtrain.planner.plan import make_plan
 from mmtrain.planner.result import PlanResult
 from mmtrain.planner.search.search import search
 from mmtrain.planner.search.search_options import SearchOptions
-from mmtrain.planner.search_settings import PLANNED
+from mmtrain.planner.search_settings import PLANNED, search_options
 from mmtrain.schedule.action import RESULT_OF
 from mmtrain.schedule.items import Result
 from mmtrain.schedule.library.names import ScheduleName
@@ -58,7 +59,10 @@ from mmtrain.simulator.study import with_schedule
 from mmtrain.simulator.typical_iterations import usual_workload
 from mmtrain.simulator.workloads import draw
 
-SCHEDULES = ("GPipe", "1F1B", "ZB-H1", "interleave", PLANNED)
+REGROUPED = "regrouped"
+"""Stands among the names of schedules for searched plans of samples that the search has grouped
+(`planner.search.regroup`)."""
+SCHEDULES = ("GPipe", "1F1B", "ZB-H1", "interleave", PLANNED, REGROUPED)
 SAME = 0.01
 """Schedules whose simulated makespans differ by less have no order."""
 
@@ -109,7 +113,7 @@ def make_cases(args: argparse.Namespace, overheads: Overheads) -> list[Case]:
                     found[schedule] = problem, result.plan
             sizes = args.unit_ms / 1e3, args.message_kib * 1024.0
             cases += scaled_cases(f"{name} {iteration}", found, *sizes, overheads)
-    return [planned_again(case, 1000) if case.schedule == PLANNED else case for case in cases]
+    return [planned_again(case, 1000) if case.schedule in (PLANNED, REGROUPED) else case for case in cases]
 
 
 def planned_again(case: Case, evaluations: int) -> Case:
@@ -131,15 +135,20 @@ def job(name: str, args: argparse.Namespace) -> Config:
 
 def planned(config: Config, name: str, iteration: int) -> tuple[PlanningProblem, PlanResult]:
     """One drawn batch and its plan by a named schedule, or by the search."""
-    if name != PLANNED:
+    searches = name in (PLANNED, REGROUPED)
+    section = config.planner.with_search(regroup=name == REGROUPED, budget_evaluations=4000)
+    config = replace(config, planner=section)
+    if not searches:
         schedule = next(known for known in get_args(ScheduleName) if known == name)
         config = with_schedule(config, schedule)[0]
     planner = IterationPlanner(make_job(config))
     meta = draw(usual_workload(config), TypicalSizes.of(config), seed=0, iteration=iteration)
-    problem = planner.problem(meta, searched=name == PLANNED)[1]
-    if name == PLANNED:
-        return problem, search(problem, SearchOptions(budget_evaluations=1000))
-    return problem, make_plan(problem, name)
+    prepared = planner.prepare(meta, searched=searches)
+    if searches:
+        options = search_options(config.planner, seed=0, threads=1)
+        prepared, result = search_iteration(planner, prepared, options, search)
+        return prepared.problem, result
+    return prepared.problem, make_plan(prepared.problem, name)
 
 
 def unit_factor(plans: dict[str, tuple[PlanningProblem, Plan]], unit_s: float) -> float:

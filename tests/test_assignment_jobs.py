@@ -18,6 +18,13 @@ pytestmark = pytest.mark.ranks
 
 SET = [*SHALLOW, "training.seq_len=384", "assignment.samples_per_step=20", "lr_scheduler.decay_ratio=0"]
 DEFERRED = ["assignment.policy=entrain", "assignment.defer=true", "assignment.fewer_microbatches=true"]
+REGROUPED = [
+    "planner.enable=true",
+    "planner.search.regroup=true",
+    "planner.search.budget_evaluations=2600",
+    "planner.device.p2p_latency_s=0",
+    "training.global_batch_size=2",
+]
 BALANCED = ["assignment.policy=balanced", "assignment.evaluations=2"]
 
 
@@ -66,15 +73,34 @@ def test_a_killed_job_goes_on_with_another_number_of_replicas(tmp_path, charts):
     assert_close(curves(tmp_path), without(charts))
 
 
+def test_samples_that_the_planner_groups_anew_give_the_same_curve(tmp_path, charts):
+    run_ranks(train, 2, write_config(tmp_path, charts), [*layout(pp=2), *SET, *REGROUPED])
+    given = [*layout(), *SET, "training.global_batch_size=2"]
+    assert_close(curves(tmp_path), curves(finished(charts, 1, given)))
+    assert 2 not in metrics(tmp_path, "plan_microbatches").values()  # training.global_batch_size
+    assert not any(any(metrics(tmp_path, f"plan_{how}").values()) for how in ("late", "failed", "invalid"))
+
+
 @pytest.mark.parametrize(
-    "degrees",
-    [layout(pp=2, replicate=2), *(pytest.param(d, marks=pytest.mark.nightly) for d in (layout(cp=2), layout(tp=2)))],
+    ("degrees", "policy"),
+    [
+        (layout(pp=2, replicate=2), DEFERRED),
+        (layout(pp=2), REGROUPED),
+        pytest.param(layout(cp=2), DEFERRED, marks=pytest.mark.nightly),
+        pytest.param(layout(tp=2), DEFERRED, marks=pytest.mark.nightly),
+        pytest.param(
+            layout(pp=2, cp=2, replicate=2),
+            [*REGROUPED, *BALANCED, "training.global_batch_size=4"],
+            marks=pytest.mark.nightly,
+        ),
+    ],
     ids=str,
 )
-def test_every_gradient_is_that_of_one_process(tmp_path, charts, degrees):
-    """Of batches as the loader assigns them, with deferred images and replicas of unequal length."""
+def test_every_gradient_is_that_of_one_process(tmp_path, charts, degrees, policy):
+    """Of batches as the loader assigns them, with deferred images and replicas of unequal length, or as the planner
+    groups them anew: the first step of the job of the test above."""
     path = write_config(tmp_path, charts)
-    parity = check_parity(config.load(path, [*degrees, *SET, *DEFERRED]))
+    parity = check_parity(config.load(path, [*degrees, *SET, *policy]))
     assert parity.problems == []
     assert len(parity.parameters) > 20
 

@@ -49,6 +49,18 @@ def test_all_layouts_have_one_loss_curve_and_count_every_token_once(tmp_path, sh
     assert metrics(tmp_path / "one", "shuffled_captions_loss") != losses
 
 
+def test_clips_that_the_planner_groups_anew_give_the_same_curve(tmp_path, shapes):
+    fewer = ["training.global_batch_size=2", "training.steps=3"]
+    planning = ["planner.enable=true", "planner.search.regroup=true", "planner.search.budget_evaluations=2600"]
+    planning += ["planner.device.flops_per_s=1e10", "planner.device.p2p_latency_s=0"]
+    one, two = (write_video_config(tmp_path / name, shapes) for name in ("one", "two"))
+    run_ranks(train, 1, one, [*layout(), *fewer])
+    run_ranks(train, 2, two, [*layout(pp=2), *fewer, *planning])
+    assert 3 in metrics(tmp_path / "two", "plan_microbatches").values()
+    for key in ("loss", "grad_norm"):
+        assert metrics(tmp_path / "two", key) == pytest.approx(metrics(tmp_path / "one", key), rel=CURVE_TOLERANCE)
+
+
 def printed(rank, path, overrides):
     """What a rank of a job prints."""
     with contextlib.redirect_stdout(io.StringIO()) as out:

@@ -178,6 +178,9 @@ def _of_config(args: argparse.Namespace) -> Planner:
     from mmtrain.planner.assignment.dealing import Dealer
     from mmtrain.planner.assignment.step_assigner import StepAssigner
     from mmtrain.planner.iteration import IterationPlanner
+    from mmtrain.planner.joint import search_iteration
+    from mmtrain.planner.search.search import search as search_orders
+    from mmtrain.planner.search_settings import search_options
     from mmtrain.simulator.job import make_job
 
     job, number = config.load(args.config, args.overrides), args.batch or 0
@@ -198,7 +201,12 @@ def _of_config(args: argparse.Namespace) -> Planner:
             config.check(chosen)
         made = make_job(config.of_pipeline(chosen, 0))  # which the first replica runs in
         searched = bool(search) or (args.verb == "show" and args.format == "problem")
-        problem = IterationPlanner(made).problem(meta, searched=searched)[1]
+        planner = IterationPlanner(made)
+        if search and made.section.search.regroup:
+            options = search_options(made.section, seed=search.seed, threads=1, noise=made.costs.noise)
+            result = search_iteration(planner, planner.prepare(meta, searched=True), options, search_orders)[1]
+            return ScheduledPlan(made.schedule.name, result, lambda plan: made.lower(plan, result.problem))
+        problem = planner.problem(meta, searched=searched)[1]
         return _plan(made.schedule, problem, lambda plan: made.lower(plan, problem), search, made.section)
 
     return plan

@@ -1,5 +1,6 @@
 """[planner] with [planner.search] and [planner.device], and their rules with other sections."""
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -28,6 +29,10 @@ class SearchConfig:
     parallelism.pipeline_parallel_schedule, and the planner chooses memory alone."""
     reorder: bool = True
     """Search the order of microbatches; else the first come first."""
+    regroup: bool = False
+    """Let the search also choose which samples are processed together: how many images or clips are one work, and into
+    how many microbatches the samples of a replica's batch go, see docs/planner.md. The step has the same samples, loss
+    and gradients. It needs a budget of 2,600 evaluations, or seconds."""
     split_backward: bool = True
     """Let the planner split backwards into input-gradient and weight-gradient passes (I, W)."""
     braid: bool = False
@@ -168,6 +173,15 @@ class PlannerConfig:
                 )
 
 
+JUDGED_GROUPING = 250
+"""Evaluations by which one grouping of samples is judged; with fewer the first decoders of a search are not all tried,
+and results say little."""
+MADE_GROUPING = 400
+"""Evaluations that take as long as making the problem of a grouping and as those first decoders take in addition."""
+LEAST_REGROUPED = 4 * (JUDGED_GROUPING + MADE_GROUPING)
+"""Evaluations in half of which two groupings can be judged."""
+
+
 def check_planner(
     planner: PlannerConfig,
     model: ModelConfig,
@@ -182,6 +196,8 @@ def check_planner(
     _check_eager(planner, model, schedule)
     if planner.search.braid:
         _check_braid(parallelism)
+    if planner.search.regroup:
+        _check_regroup(planner, model, parallelism)
     if planner.enable and planner.search.patience_s >= comm.timeout_seconds:
         raise ConfigError(
             f"planner.search.patience_s = {planner.search.patience_s} is not below comm.timeout_seconds = "
@@ -252,6 +268,39 @@ def _check_eager(planner: PlannerConfig, model: ModelConfig, schedule: str) -> N
         raise ConfigError(
             f"planner.search.eager_forwards = {count}, but the model has one module, so no encoder can work ahead; "
             "set 0"
+        )
+
+
+def _check_regroup(planner: PlannerConfig, model: ModelConfig, parallelism: ParallelismConfig) -> None:
+    """Refuses to group samples where nothing searches, or where the loss depends on their groups."""
+    search, key = planner.search, "planner.search.regroup = true"
+    off = {
+        "planner.enable = false": not planner.enable,
+        "planner.search.interleave = false": not search.interleave,
+        'planner.search.strategy = "first"': search.strategy == "first",
+    }
+    if any(off.values()):
+        raise ConfigError(
+            f"{key} with {next(name for name, is_off in off.items() if is_off)}: the search, which groups samples, is "
+            'off; remove it, or set planner.enable = true, planner.search.interleave = true and strategy = "anneal"'
+        )
+    if model.reads_pairs:
+        raise ConfigError(
+            f"{key} with [model.contrast]: the loss compares the samples of a microbatch, so groups cannot be chosen "
+            "by their time; remove it"
+        )
+    if model.lora.dropout:
+        raise ConfigError(
+            f"{key} with model.lora.dropout = {model.lora.dropout}: masks are drawn for works, so losses would depend "
+            "on the plan; set one of them to its default"
+        )
+    degrees = parallelism.pipeline_parallel_degree, parallelism.context_parallel_degree
+    searchers = math.prod((*degrees, parallelism.tensor_parallel_degree)) if search.distributed else 1
+    if search.budget_evaluations and search.budget_evaluations // searchers < LEAST_REGROUPED:
+        of_ranks = f" for {searchers} ranks (planner.search.distributed)" if searchers > 1 else ""
+        raise ConfigError(
+            f"{key} with planner.search.budget_evaluations = {search.budget_evaluations}{of_ranks}: two groupings "
+            f"cannot be judged with fewer than {LEAST_REGROUPED * searchers}; raise it, or remove the key"
         )
 
 

@@ -194,6 +194,11 @@ class MicrobatchMeta:
             clips=tuple(one for one in own if isinstance(one, ClipMeta)),
         )
 
+    @property
+    def samples(self) -> tuple[DocumentMeta | ClipMeta, ...]:
+        """The documents or clips, in order."""
+        return (*self.documents, *self.clips)
+
     @cached_property
     def images(self) -> tuple[ImageMeta, ...]:
         """All images and videos, in the order of their tokens."""

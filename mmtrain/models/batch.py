@@ -3,8 +3,9 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from types import MappingProxyType
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.modality.submesh import Indices
 from mmtrain.spec.vae_shapes import PIXEL_CHANNELS, LatentScale
 
+T = TypeVar("T")
 IGNORE_INDEX = -100
 """Label of a position that has no target."""
 
@@ -116,6 +118,69 @@ def without_images(batch: Batch) -> Batch:
         microbatches=[replace(m, pixel_values=[], image_names=[]) for m in batch.microbatches],
         clips=[replace(m, latents=[], clip_names=[]) for m in batch.clips],
     )
+
+
+def regrouped_rows(
+    rows: Sequence[Tensor], lengths: Sequence[Sequence[int]], microbatches: Sequence[Sequence[int]]
+) -> list[Tensor]:
+    """The rows of samples, packed into other microbatches.
+
+    Args:
+        rows: [T, ..] of each microbatch.
+        lengths: [microbatch] -> rows of each of its samples.
+        microbatches: [microbatch] -> the samples that it gets, by their indices in the whole batch.
+    """
+    parts = [part for own, counts in zip(rows, lengths, strict=True) for part in own.split(list(counts))]
+    return [torch.cat([parts[i] for i in members]) for members in microbatches]
+
+
+def regrouped(batch: Batch, meta: IterationMeta, microbatches: Sequence[Sequence[int]]) -> Batch:
+    """A batch, or what a rank needs of it, with its samples in other microbatches. Images and clips are not copied.
+
+    Args: meta: of the batch as it is. microbatches: as of `regrouped_rows`.
+    """
+    if batch.clips:
+        lengths = [own.text_lengths for own in meta.microbatches]
+        text = regrouped_rows([own.text_ids for own in batch.clips], lengths, microbatches)
+        latents = [one for own in batch.clips for one in own.latents]
+        clip_names = [one for own in batch.clips for one in own.clip_names]
+        return Batch(
+            clips=[
+                ClipMicrobatch(text_ids=ids, latents=_those(latents, members), clip_names=_those(clip_names, members))
+                for ids, members in zip(text, microbatches, strict=True)
+            ]
+        )
+    lengths = [own.lengths for own in meta.microbatches]
+    input_ids = regrouped_rows([own.input_ids for own in batch.microbatches], lengths, microbatches)
+    labels = regrouped_rows([own.labels for own in batch.microbatches], lengths, microbatches)
+    documents = [document for own in meta.microbatches for document in own.documents]
+    counts = [sum(image.num_tokens for image in document.images) for document in documents]
+    starts = [sum(own[:i]) for own in lengths for i in range(len(own))]
+    slots = torch.cat([own.image_slots for own in batch.microbatches]).split(counts)
+    images = list(accumulate((len(document.images) for document in documents), initial=0))
+    pixels = [one for own in batch.microbatches for one in own.pixel_values]
+    names = [one for own in batch.microbatches for one in own.image_names]
+    made = []
+    for ids, targets, members in zip(input_ids, labels, microbatches, strict=True):
+        own_starts = accumulate((documents[i].num_tokens for i in members), initial=0)
+        own_images = [image for i in members for image in range(images[i], images[i + 1])]
+        made.append(
+            Microbatch(
+                input_ids=ids,
+                labels=targets,
+                image_slots=torch.cat(
+                    [slots[i] - starts[i] + start for i, start in zip(members, own_starts, strict=False)]
+                ),
+                pixel_values=_those(pixels, own_images),
+                image_names=_those(names, own_images),
+            )
+        )
+    return Batch(microbatches=made)
+
+
+def _those(values: list[T], indices: Iterable[int]) -> list[T]:
+    """Some of the values; none where a rank has none."""
+    return [values[i] for i in indices] if values else []
 
 
 def with_other_captions(batch: Batch, meta: IterationMeta) -> tuple[Batch, IterationMeta]:

@@ -31,6 +31,7 @@ def record_batch(metrics: Metrics, meta: IterationMeta, plan: IterationPlan) -> 
 def record_plan(metrics: Metrics, planned: Planned) -> None:
     """Records what a user sees of a plan that was searched."""
     status = planned.status
+    metrics.record("plan_microbatches", len(planned.plan.grouped_meta.microbatches))
     metrics.record("plan_evaluations", planned.evaluations)
     metrics.record("plan_search_s", planned.search_s)
     metrics.record("plan_makespan_s", planned.makespan_s)

@@ -29,8 +29,10 @@ from mmtrain.modality.metadata import IterationMeta
 from mmtrain.parallel.build import check_same_program
 from mmtrain.parallel.mesh import Mesh, second_replica_group
 from mmtrain.planner.bound import lower_bound_s
+from mmtrain.planner.grouping import Grouping
 from mmtrain.planner.iteration import Iteration, IterationPlan, IterationPlanner
-from mmtrain.planner.plan import Search, best_of
+from mmtrain.planner.joint import search_iteration
+from mmtrain.planner.plan import Search
 from mmtrain.planner.result import PlanKind, PlanResult
 from mmtrain.planner.search_settings import search_options, search_seed, search_threads
 from mmtrain.schedule.io.wire import from_bytes, to_bytes
@@ -102,6 +104,8 @@ class _Outcome:
     kind: PlanKind = "improved"
     message: str = ""
     """The message of the result."""
+    grouping: Grouping | None = None
+    """The grouping of the samples, if the plan is not for the given one."""
     makespan_s: float = math.inf
     evaluations: int = 0
     search_s: float = 0.0
@@ -292,21 +296,22 @@ class PlanAhead:
 
     def _offer(self, pending: PendingPlan, iteration: Iteration) -> _Outcome:
         """The result of this rank's search, as it is sent. Never raises."""
-        mesh, section, problem = self._mesh, self._section, iteration.problem
+        mesh, section, planner = self._mesh, self._section, pending.planner
         member = mesh.replica_ranks.index(mesh.rank)
         options = search_options(
             section,
             seed=search_seed(self._seed, pending.step, member),
             threads=self.threads,
             num_searchers=len(mesh.replica_ranks) if section.search.distributed else 1,
-            noise=pending.planner.job.costs.noise,
+            noise=planner.job.costs.noise,
         )
         outcome = _Outcome(step=pending.step, status=PlanStatus.FAILED)
         start = time.perf_counter()
         try:
             result = iteration.first
             if section.search.interleave:
-                result = best_of(result, self._search(problem, options, cancelled=pending.given_up.is_set))
+                cancelled = pending.given_up.is_set
+                iteration, result = search_iteration(planner, iteration, options, self._search, cancelled=cancelled)
             outcome = replace(outcome, search_s=time.perf_counter() - start, evaluations=int(result.evaluations))
             plan, message = result.plan_or_none, str(result.message)
         except Exception as error:
@@ -314,6 +319,7 @@ class PlanAhead:
         if plan is None:
             return replace(outcome, text=message)
         try:
+            problem = iteration.problem
             if plan.graph != problem.graph:
                 raise PlanError("its work graph is that of another iteration")
             makespan_s = math.inf
@@ -321,6 +327,7 @@ class PlanAhead:
                 check(plan, problem)
                 makespan_s = result.expected_s or simulate(problem, plan).makespan_s
             outcome = replace(outcome, data=to_bytes(plan), kind=result.status, message=message)
+            outcome = replace(outcome, grouping=iteration.grouping)
             return replace(outcome, status=PlanStatus.READY, makespan_s=makespan_s)
         except Exception as error:
             return replace(outcome, status=PlanStatus.INVALID, text=_text(error))
@@ -356,6 +363,9 @@ class PlanAhead:
         if pending.given_up.is_set() or iteration is None:
             return replace(outcome, status=PlanStatus.TIMED_OUT)
         try:
+            if outcome.grouping is not None:
+                iteration = pending.planner.regrouped(iteration, outcome.grouping)
+                pending.bound_s = lower_bound_s(iteration.problem) if self._mesh.is_leader else math.nan
             result = PlanResult(
                 problem=iteration.problem,
                 status=outcome.kind,

@@ -7,7 +7,7 @@ no tensors of the batch.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -20,10 +20,11 @@ from mmtrain.errors import DataError, MMTrainError
 from mmtrain.modality.catalogue import modality_of
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.modality.submesh import Submesh
-from mmtrain.models.batch import Batch, without_images
+from mmtrain.models.batch import Batch, regrouped, regrouped_rows, without_images
 from mmtrain.parallel.mesh import Mesh
 from mmtrain.planner.assignment.dealing import Dealer
 from mmtrain.planner.assignment.step_assigner import StepAssigner
+from mmtrain.planner.grouping import Indices, grouped
 from mmtrain.planner.partition.partition import Partition
 from mmtrain.spec.spec import ModelSpec
 
@@ -41,6 +42,18 @@ class Item:
     """The state of the loader after this batch."""
     batch: Batch | None
     """What this rank needs of it."""
+
+    def grouped(self, microbatches: Indices) -> "Item":
+        """The item with its samples in other microbatches. Args: microbatches: empty: it stays as it is."""
+        if not microbatches:
+            return self
+        lengths = [microbatch.lengths for microbatch in self.meta.microbatches]
+        return replace(
+            self,
+            meta=grouped(self.meta, microbatches),
+            labels=regrouped_rows(self.labels, lengths, microbatches) if self.labels else [],
+            batch=None if self.batch is None else regrouped(self.batch, self.meta, microbatches),
+        )
 
 
 class ReplicaData:

@@ -8,6 +8,7 @@ from mmtrain.errors import ConfigError, PlanError
 from mmtrain.modality.metadata import IterationMeta, without_deferral
 from mmtrain.planner.batching import Batching, check_conservation, make_batching
 from mmtrain.planner.deferral import oversize_pairs
+from mmtrain.planner.grouping import Grouping, Indices, grouped
 from mmtrain.planner.job import Job
 from mmtrain.planner.layout import IterationLayout
 from mmtrain.planner.memory.limit import too_tight
@@ -22,6 +23,21 @@ from mmtrain.schedule.transport import check_transport
 @dataclass(frozen=True, kw_only=True)
 class Iteration:
     """One iteration on one model replica, before a plan is chosen for it."""
+
+    meta: IterationMeta
+    """The batch, as it was given."""
+    grouping: Grouping | None = None
+    """The batch's samples are grouped in this way; None: as they were given."""
+
+    @property
+    def microbatches(self) -> Indices:
+        """The samples of each microbatch, as of `Grouping`."""
+        return self.grouping.microbatches if self.grouping else ()
+
+    @property
+    def grouped_meta(self) -> IterationMeta:
+        """The batch as its works process it."""
+        return grouped(self.meta, self.microbatches)
 
     batching: Batching
     layout: IterationLayout
@@ -126,7 +142,20 @@ class IterationPlanner:
         """An iteration within `activation_limits`."""
         batching, problem = self.problem(meta, forward_only=forward_only, searched=searched)
         layout, first = IterationLayout(self.job.submesh, batching, meta), self._first(problem)
-        return Iteration(batching=batching, layout=layout, problem=problem, forward_only=forward_only, first=first)
+        return Iteration(
+            meta=meta, batching=batching, layout=layout, problem=problem, forward_only=forward_only, first=first
+        )
+
+    def regrouped(self, iteration: Iteration, grouping: Grouping) -> Iteration:
+        """An iteration whose samples are grouped in another way. The first plan stays that of the given grouping.
+
+        Raises: see `problem`.
+        """
+        job = replace(self.job, sub_microbatch_size=grouping.sub_microbatch_size)
+        meta = grouped(iteration.meta, grouping.microbatches)
+        batching, problem = replace(self, job=job).problem(meta, searched=True)
+        layout = IterationLayout(job.submesh, batching, meta)
+        return replace(iteration, grouping=grouping, batching=batching, layout=layout, problem=problem)
 
     def _first(self, problem: PlanningProblem) -> PlanResult:
         """The plan of the schedule, or a result that says why there is none; raises nothing."""
@@ -145,15 +174,7 @@ class IterationPlanner:
         )
         if self.job.check_plans:
             check_transport(program)
-        return IterationPlan(
-            batching=iteration.batching,
-            layout=iteration.layout,
-            problem=iteration.problem,
-            forward_only=iteration.forward_only,
-            first=iteration.first,
-            result=result,
-            program=program,
-        )
+        return IterationPlan(**vars(iteration), result=result, program=program)
 
     def plan(self, meta: IterationMeta, *, forward_only: bool = False) -> IterationPlan:
         """The checked plan and the program of one iteration, in the order of the schedule.

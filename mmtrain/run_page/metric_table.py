@@ -237,6 +237,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(name="unassigned", note="the policy could not place the samples", reduce=_SUM, over_run="steps"),
     # ------------------------------------------------------------------------------------------ the planner
     Metric(name="plan_evaluations", note="0: not known", tag="planner/evaluations", when=_always, text=_plan_text),
+    Metric(name="plan_microbatches", note="into which the replica's samples are grouped", tag="planner/microbatches",
+           when=_always),
     Metric(name="plan_search_s", unit="s", note="during the step before", tag="planner/search_s", when=_always),
     Metric(name="plan_makespan_s", unit="s", note="simulated", tag="planner/makespan_s", when=_always, on_page=True),
     Metric(name="plan_first_makespan_s", unit="s", note="simulated; NaN: no first plan fits",

@@ -22,11 +22,14 @@ from mmtrain.modality.metadata import IterationMeta, without_deferral
 from mmtrain.planner.batching import Batching
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.job import Job
+from mmtrain.planner.joint import search_iteration
 from mmtrain.planner.memory.limit import too_tight
 from mmtrain.planner.memory.options import MemoryChoices
 from mmtrain.planner.memory.rank_state import RankBytes, Sharding
 from mmtrain.planner.plan import JobMethod, make_plan
-from mmtrain.planner.search_settings import search_seed
+from mmtrain.planner.result import PlanResult
+from mmtrain.planner.search.search import search
+from mmtrain.planner.search_settings import search_options, search_seed
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.library.catalogue import Schedule
 from mmtrain.schedule.plan import Plan, entry_costs
@@ -256,12 +259,16 @@ class IterationSimulator:
         """What one replica of a pipeline does with its batch. Args: seed: of a search."""
         pipeline = self.pipelines[index]
         job = pipeline.job
-        batching, problem = self._problem(job, meta)
-        result = make_plan(problem, self._method(job, seed))
+        if self.searches and job.section.search.regroup:
+            job, meta, batching, result = _regrouped(job, meta, seed)
+            problem = result.problem
+        else:
+            batching, problem = self._problem(job, meta)
+            result = make_plan(problem, self._method(job, seed))
         if not result.has_plan:
             raise PlanError(too_tight(problem, job.section, job.spec) or result.message)
         flops = sum(module_flops.total for module_flops in job.flops(batching).values())
-        parts = self._parts(pipeline, meta, problem, result.plan, result.timeline, flops)
+        parts = self._parts(replace(pipeline, job=job), meta, problem, result.plan, result.timeline, flops)
         num_deferred = without_deferral(meta, batching.not_deferred).num_deferred
         return _Run(index, result.timeline, flops, parts, num_deferred)
 
@@ -327,6 +334,15 @@ class IterationSimulator:
     def _problem(self, job: Job, meta: IterationMeta) -> tuple[Batching, PlanningProblem]:
         """The works of an iteration, and their planning problem."""
         return IterationPlanner(job).problem(meta, searched=self.searches)
+
+
+def _regrouped(job: Job, meta: IterationMeta, seed: int) -> tuple[Job, IterationMeta, Batching, PlanResult]:
+    """The job with its sizes of works, the batch, its works and its plan, all as the search groups the samples."""
+    planner, options = IterationPlanner(job), search_options(job.section, seed=seed, threads=1, noise=job.costs.noise)
+    found, result = search_iteration(planner, planner.prepare(meta, searched=True), options, search)
+    if found.grouping is not None:
+        job = replace(job, sub_microbatch_size=found.grouping.sub_microbatch_size)
+    return job, found.grouped_meta, found.batching, result
 
 
 def _compute_s(problem: PlanningProblem, options: Mapping[tuple[int, int], int]) -> float:

@@ -171,7 +171,7 @@ class Steps:
         planned = self._take(pending) if pending else None
         plan = planned.plan if planned else self.plan(item.meta, step=step)
         ready = time.perf_counter()
-        running = RunningStep(step=step, meta=item.meta, plan=plan, planned=planned)
+        running = RunningStep(step=step, meta=plan.grouped_meta, plan=plan, planned=planned)
         for observer in self.observers:
             observer.before_step(running)
         self._memory.meter.start()
@@ -204,6 +204,7 @@ class Steps:
         Raises: TrainingError: the batch has nothing to predict. Not in a later step of a job of epochs: the last one of
             an epoch may have few samples, all of which `data.on_error` may skip.
         """
+        item = item.grouped(plan.microbatches)
         check_same_assignment(item.meta, self.mesh)
         num_targets = sum_over_replicas(self.mesh, self._runner.loss.num_values(item.meta))
         if num_targets == 0 and not (self.config.training.epochs and self.state.step):

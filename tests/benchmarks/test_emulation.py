@@ -21,7 +21,8 @@ from mmtrain.config.topology import JobLayout
 from mmtrain.errors import PlanError
 from mmtrain.modality.typical import TypicalSizes
 from mmtrain.parallel.mesh import build_mesh
-from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.iteration import Iteration, IterationPlanner
+from mmtrain.planner.joint import search_iteration
 from mmtrain.planner.plan import make_plan
 from mmtrain.planner.search.search import search
 from mmtrain.planner.search.search_options import SearchOptions
@@ -185,18 +186,29 @@ def _options(rng: random.Random, trains: bool, count: int) -> list[Option]:
     ]
 
 
-def drawn_problem(name: str) -> tuple[IterationPlanner, PlanningProblem]:
+def drawn_iteration(name: str, *overrides: str) -> tuple[IterationPlanner, Iteration]:
     """One iteration of a job of the paper, with memory options, on simulated devices."""
-    overrides = [
+    words = [
         "training.global_batch_size=5",
         'planner.hardware="h800x16"',
         'planner.memory_limit="40GiB"',
         'activation_checkpoint.mode="none"',
+        *overrides,
     ]
-    job = config_module.load(name, overrides)
+    job = config_module.load(name, words)
     planner = IterationPlanner(make_job(job))
     meta = draw(usual_workload(job), TypicalSizes.of(job), seed=3, iteration=0)
-    return planner, planner.problem(meta, searched=True)[1]
+    return planner, planner.prepare(meta, searched=True)
+
+
+def regrouped() -> Case:
+    """A plan whose search has grouped the samples anew."""
+    planner, iteration = drawn_iteration(
+        "vlm_s.toml", "planner.search.regroup=true", "planner.search.budget_evaluations=2600"
+    )
+    found, result = search_iteration(planner, iteration, SearchOptions(budget_evaluations=2600), search)
+    assert len(found.grouped_meta.microbatches) > len(iteration.meta.microbatches)
+    return Case(problem=found.problem, plan=result.plan)
 
 
 def searched(problem: PlanningProblem, seed: int) -> Case:
@@ -255,11 +267,13 @@ def planned_cases() -> dict[str, Case]:
         **{f"drawn {i}": Case(problem=frozen, plan=random_plan(frozen, random.Random(i))) for i in range(3)},
     }
     for job in ("vlm_s", "t2v_s"):
-        planner, problem = drawn_problem(f"{job}.toml")
+        planner, iteration = drawn_iteration(f"{job}.toml")
+        problem = iteration.problem
         found[f"{job}, searched"] = searched(problem, 0)
         plan = make_plan(problem, planner.job.schedule).plan
         assert plan is not None
         found[f"{job}, {planner.job.schedule.name}"] = Case(problem=problem, plan=plan)
+    found["vlm_s, regrouped"] = regrouped()
     chain = plain_chain(RANKS, 4, CATALOGUE["1F1B"], transfer_s=0.2)
     forward = replace_backward(chain)
     found["forward only"] = Case(problem=forward, plan=make_plan(forward, "1F1B").plan)
@@ -341,7 +355,7 @@ NAMED += ["STP, blocks, offloaded"]
 PLANNED = [
     "searched, memory options", "searched, memory options, another seed", "searched, frozen encoder",
     "drawn 0", "drawn 1", "drawn 2", "vlm_s, searched", "vlm_s, interleave", "t2v_s, searched", "t2v_s, interleave",
-    "forward only",
+    "vlm_s, regrouped", "forward only",
 ]  # fmt: skip
 DIVIDED_CASES = [*(f"{name}, divided" for name in DIVIDED), "searched, divided"]
 PLACED = [placed_name(*choice) for choice in itertools.product(*PLACED_CHOICES)]

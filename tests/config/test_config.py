@@ -171,6 +171,40 @@ def test_blocks_need_exchanges_and_parameters_that_stay(load):
         load(BASE, tp, "--planner.search.braid=true", "--parallelism.fsdp_reshard_after_forward=always")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["planner.enable=false"], "with planner.enable = false: the search, which groups samples, is off"),
+        (["planner.search.interleave=false"], "with planner.search.interleave = false: the search"),
+        (['planner.search.strategy="first"'], 'with planner.search.strategy = "first": the search'),
+        (
+            ["planner.search.budget_evaluations=2599"],
+            "2599: two groupings cannot be judged with fewer than 2600; raise it",
+        ),
+        (
+            [
+                "planner.search.budget_evaluations=2600",
+                "planner.search.distributed=true",
+                "parallelism.pipeline_parallel_degree=2",
+            ],
+            r"2600 for 2 ranks \(planner.search.distributed\): two groupings cannot be judged with fewer than 5200",
+        ),
+        (
+            ["planner.search.budget_evaluations=2600", "model.language.trainable=lora", "model.lora.dropout=0.1"],
+            "with model.lora.dropout = 0.1: masks are drawn for works",
+        ),
+    ],
+)
+def test_groups_of_samples_need_a_search_and_a_loss_that_knows_none(load, overrides, message):
+    keys = ["--planner.enable=true", "--planner.search.regroup=true"]
+    assert load(BASE, *keys, "--planner.search.budget_evaluations=2600").planner.search.regroup
+    assert load(
+        BASE, *keys, "--planner.search.budget_evaluations=0", "--planner.search.budget_s=1"
+    ).planner.search.regroup
+    with pytest.raises(ConfigError, match=f"planner.search.regroup = true .*{message}"):
+        load(BASE, *keys, *(f"--{override}" for override in overrides))
+
+
 def test_keys_of_clips_and_of_images_exclude_each_other(load):
     dit = "--model.dit.config={model_type='wan', in_channels=3, patch_size=[1, 2, 2]}"
     made = load(BASE, dit, "--data.video_frames=[8, 4]", "--data.fps=8", "--data.video_aspects=['1:1']")

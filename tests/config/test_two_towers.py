@@ -49,6 +49,7 @@ def test_two_towers(load):
 
 
 @pytest.mark.parametrize(("overrides", "message"), [
+    (["planner.enable=true", "planner.search.regroup=true"], r"regroup = true with \[model\.contrast\]: the loss"),
     (["model.contrast.microbatches=-1"], r"model\.contrast\.microbatches = -1"),
     (["model.contrast.microbatches=5"], r"microbatches = 5, but a replica has 4 microbatches a step \(.*= 4 over 1"),
     (

@@ -1,5 +1,6 @@
 import re
 from collections.abc import Callable
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 from mmtrain.data.loader import Loader
 from mmtrain.errors import DataError
 from mmtrain.modality.metadata import IterationMeta
-from mmtrain.models.batch import Batch, check_batch, with_other_captions, without_images
+from mmtrain.models.batch import Batch, check_batch, regrouped, with_other_captions, without_images
+from mmtrain.planner.grouping import grouped
 from mmtrain.spec.vae_shapes import latent_scale
 from tests.data.samples import make_config, write_jsonl
 from tests.data.videos import make_video_config, write_videos
@@ -22,6 +24,37 @@ def step(tmp_path: Path) -> tuple[Batch, IterationMeta]:
     batch, meta, _ = next(iter(Loader(config)))
     assert len(meta.microbatches[0].images) == 3
     return batch, meta
+
+
+def tensors(batch: Batch) -> list[tuple[list[int], ...]]:
+    """What is in each microbatch, to compare."""
+    rows = [
+        (
+            m.input_ids.tolist(),
+            m.labels.tolist(),
+            m.image_slots.tolist(),
+            m.image_names,
+            [id(p) for p in m.pixel_values],
+        )
+        for m in batch.microbatches
+    ]
+    clips = [(m.text_ids.tolist(), m.clip_names, [id(one) for one in m.latents]) for m in batch.clips]
+    return [*rows, *clips]
+
+
+@pytest.mark.parametrize("of_clips", [False, True], ids=["documents", "clips"])
+def test_samples_go_to_other_microbatches_and_back(step: tuple[Batch, IterationMeta], of_clips: bool) -> None:
+    batch, meta = make_clips(t2v(), [2, 1], 3) if of_clips else step
+    ends = list(accumulate((len(microbatch.samples) for microbatch in meta.microbatches), initial=0))
+    alone = tuple((i,) for i in reversed(range(ends[-1])))
+    apart, of_apart = regrouped(batch, meta, alone), grouped(meta, alone)
+    check_batch(apart, of_apart)
+    assert len(of_apart.microbatches) == ends[-1] > len(meta.microbatches)
+    back = tuple(tuple(ends[-1] - 1 - i for i in range(*pair)) for pair in pairwise(ends))
+    assert grouped(of_apart, back) == meta
+    assert tensors(regrouped(apart, of_apart, back)) == tensors(batch)
+    lean = without_images(batch)  # of a rank that only embeds tokens
+    assert tensors(regrouped(lean, meta, alone)) == tensors(without_images(apart))
 
 
 def drop_image(batch: Batch) -> None:
