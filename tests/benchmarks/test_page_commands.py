@@ -24,8 +24,8 @@ SMALL = {
     "python benchmarks/optima.py compare": "t2v_l-2-1+1-4-1-0 --seconds 0.1",
     "python benchmarks/planning.py": "--repetitions 1",
     "python benchmarks/joint.py": "--models vlm_s --iterations 1 --evaluations 2600 --microbatches 8",
-    "python benchmarks/joint.py parts": "--models t2v_s --iterations 1 --evaluations 2600 --microbatches 4 "
-    "--switched groups",
+    "python benchmarks/joint.py parts --evaluations 2600 --microbatches 16 --switched "
+    "sub-microbatches,order,memory,groups": "--models t2v_s --iterations 1 --microbatches 4 --switched groups",
     "python benchmarks/accuracy.py": "--rounds 1 --steps 1",
     "python benchmarks/emulate.py": "--ranks 2 --microbatches 4 --repetitions 1 --batches 1 --unit-ms 1",
     "python benchmarks/emulate_pipelines.py": "--pipelines 1,2 --microbatches 4 --repetitions 1 --unit-ms 1",
@@ -110,7 +110,7 @@ ELSEWHERE = {
 SHOWS = {
     "python benchmarks/elastic.py": r"(?s)\A(?!.*(DIFFERENT|NOT THE SAME)).*\[2, 2\] -> \[3\] .*\nmain threads",
     "python benchmarks/emulate_peers.py": r"virtual time: all actions of all 24 pipelines end as simulated",
-    "python benchmarks/emulate.py": r"virtual time: 10 of 10 timelines equal to the simulated ones to the bit",
+    "python benchmarks/emulate.py": r"virtual time: 12 of 12 timelines equal to the simulated ones to the bit",
     "python benchmarks/emulate_entrain.py": r"virtual time: 40 of 40 timelines equal to the simulated ones to the bit",
     "python benchmarks/video_demo.py": r"shift 1: .* validation loss [\d.]+, shuffled [\d.]+\n +as the job samples +\d",
     "python benchmarks/one_gpu.py": r"(?s)\nplain torch loop  .*\nHugging Face Trainer  .*\nmmtrain  ",
