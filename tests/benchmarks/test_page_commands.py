@@ -71,6 +71,7 @@ SMALL = {
     "python benchmarks/context_split.py": "--tokens 8192 --sequences 1 --cp 4",
     "python benchmarks/attention.py": "--tokens 256 --repetitions 1",
     "python benchmarks/operators.py": "--counts 1 2",
+    "python benchmarks/compiled.py": "debug_text --rounds 1 --steps 4",
     "python benchmarks/on_gpu_blocks.py --small": "--counts 1",
     "python benchmarks/on_gpu_step.py --size tiny": "",
     "python benchmarks/images_matter.py": "--training.steps=2 --lr_scheduler.warmup_steps=1",
