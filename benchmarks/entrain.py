@@ -32,6 +32,7 @@ from functools import cache, cached_property
 from pathlib import Path
 
 import numpy as np
+from disttrain import disttrain
 
 from mmtrain.config import config
 from mmtrain.config.assignment import AssignmentConfig
@@ -47,6 +48,7 @@ from mmtrain.planner.assignment.assignment import (
     in_turns,
     language_samples,
 )
+from mmtrain.planner.assignment.filling import AssignmentInput
 from mmtrain.planner.assignment.sample_costs import PassesNs, SamplePricer, cost_of, times
 from mmtrain.planner.assignment.step_assigner import StepAssigner, language_microbatches
 from mmtrain.planner.iteration import IterationPlanner
@@ -268,8 +270,10 @@ class Step:
     def assigned(self, policy: str, **options: object) -> Assignment:
         """The samples under a policy."""
         dealt = in_turns(len(self.bins), self.setup.num_replicas)
-        ranks = [self.setup.num_ranks] * len(dealt)
-        return assign(policy, self.costs, self.bins, dealt=dealt, num_ranks=ranks, **options)  # type: ignore[arg-type]
+        if policy == "disttrain":
+            step = AssignmentInput(self.costs, self.bins, dealt, ())
+            return disttrain(step, [self.setup.num_ranks] * len(dealt))
+        return assign(policy, self.costs, self.bins, dealt=dealt, **options)  # type: ignore[arg-type]
 
     def metas(self, assignment: Assignment) -> list[IterationMeta]:
         """[replica] -> its microbatches."""

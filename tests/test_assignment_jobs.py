@@ -50,7 +50,6 @@ def assert_close(found, expected):
         (layout(shard=2), [*BALANCED, "assignment.fewer_microbatches=true", "assignment.evaluations=8"]),
         pytest.param(layout(pp=2, shard=2), DEFERRED, marks=pytest.mark.nightly),
         pytest.param(layout(pp=2, replicate=2), [*BALANCED, "planner.enable=true"], marks=pytest.mark.nightly),
-        pytest.param(layout(pp=2), ["assignment.policy=disttrain"], marks=pytest.mark.nightly),
     ],
     ids=str,
 )

@@ -7,7 +7,7 @@ from mmtrain.config.bounds import at_least, at_most
 from mmtrain.config.toml_sections import shown
 from mmtrain.errors import ConfigError
 
-AssignmentPolicy = Literal["none", "balanced", "entrain", "disttrain"]
+AssignmentPolicy = Literal["none", "balanced", "entrain"]
 LEVELS = 4096
 """Default of `levels`."""
 
@@ -18,7 +18,7 @@ class AssignmentConfig:
 
     policy: AssignmentPolicy = "none"
     """none: the first microbatch with room. balanced: equal seconds of replicas and microbatches, then what makes
-    simulated iterations shorter. entrain: Entrain's hierarchical assignment. disttrain: DistTrain's reordering."""
+    simulated iterations shorter. entrain: Entrain's hierarchical assignment."""
     samples_per_step: int = 0
     """Samples of one step over all replicas; 0: as many as fill its microbatches. A step ends earlier where the next
     sample fits into no microbatch."""

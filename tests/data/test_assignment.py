@@ -63,7 +63,6 @@ POLICIES = [
     {"policy": "balanced", "evaluations": 0, "samples_per_step": 24},
     {"policy": "entrain", "defer": True, "samples_per_step": 24},
     {"policy": "entrain", "fewer_microbatches": True, "samples_per_step": 24},
-    {"policy": "disttrain", "samples_per_step": 24},
 ]
 
 
@@ -121,9 +120,9 @@ def test_a_corrupt_image_moves_no_other_sample(tmp_path: Path) -> None:
 
 
 def test_a_set_without_a_place_keeps_the_bins_of_first_fit(tmp_path: Path) -> None:
-    """Equal numbers of samples in each microbatch, as DistTrain has it, do not fit: one sample takes a microbatch."""
-    write_jsonl(tmp_path, 30, {i: text_row(230 if i % 3 == 0 else 3) for i in range(30)})
-    [[(_, meta, _)]] = loaded(job(tmp_path, policy="disttrain"), 1)
+    """Microbatches are so full that hardly anything but first-fit finds a place for all."""
+    write_jsonl(tmp_path, 60, {i: text_row((118, 118, 96, 96, 44)[i % 5]) for i in range(60)})
+    [[(_, meta, _)]] = loaded(job(tmp_path, policy="entrain"), 1)
     assert meta.assignment is not None
     assert "first-fit" in meta.assignment.reason
     [[(_, plain, _)]] = loaded(job(tmp_path), 1)

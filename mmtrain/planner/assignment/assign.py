@@ -6,7 +6,6 @@ from dataclasses import replace
 from mmtrain.config.assignment import LEVELS, AssignmentPolicy
 from mmtrain.planner.assignment.assignment import Assignment, Dealt, MakespanOf, SampleCost
 from mmtrain.planner.assignment.balanced import longest_first, refined
-from mmtrain.planner.assignment.disttrain import disttrain
 from mmtrain.planner.assignment.entrain import entrain
 from mmtrain.planner.assignment.filling import AssignmentInput, NoRoomError
 
@@ -22,7 +21,6 @@ def assign(
     defer: bool = False,
     fewer_microbatches: bool = False,
     levels: int = LEVELS,
-    num_ranks: Sequence[int] = (),
     judge: MakespanOf | None = None,
     evaluations: int = 0,
     seed: int = 0,
@@ -44,7 +42,6 @@ def assign(
         fewer_microbatches: a replica may have fewer microbatches than bins: with `entrain` the thesis's K_eff, with
             `balanced` as many as make its makespan shortest.
         levels: steps into which the language work of a microbatch is divided when subsets of it are summed.
-        num_ranks: [replica] -> pipeline ranks, for `disttrain`; empty: 1.
         judge: for `balanced`, gives the makespan of a replica; the slowest one counts. None: no refinement.
         evaluations: calls of `judge`, at most.
         seed: of the refinement.
@@ -56,8 +53,6 @@ def assign(
     try:
         if policy == "entrain":
             return entrain(step, defer=defer, fewer=fewer_microbatches, levels=levels)
-        if policy == "disttrain":
-            return disttrain(step, num_ranks or (1,) * len(dealt))
     except NoRoomError as full:
         return replace(step.first_fit, status="first-fit", message=f"{policy}: {full}; first-fit's bins are kept")
     if policy == "none":

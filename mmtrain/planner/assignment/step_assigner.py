@@ -92,7 +92,6 @@ class StepAssigner:
             defer=section.defer,
             fewer_microbatches=section.fewer_microbatches,
             levels=section.levels,
-            num_ranks=[self._planner(r).job.partition.num_ranks for r in range(len(dealt))],
             judge=judge if section.policy == "balanced" else None,
             evaluations=section.evaluations * len(dealt),
             seed=self.seed,

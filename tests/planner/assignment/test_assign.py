@@ -24,14 +24,13 @@ FIGURE = [[6, 6, 8], [6, 6, 6], [6, 7, 9]]
 """Entrain, figure 4.10b: microbatches 3, 4, 6 against 1, 2, 5."""
 
 
-def assign(policy, samples, bins, *, num_replicas, num_ranks=1, judge=None, **options):
+def assign(policy, samples, bins, *, num_replicas, judge=None, **options):
     """Of equal replicas, which take the bins in turns. Args: judge: of a replica's microbatches."""
     return assign_dealt(
         policy,
         samples,
         bins,
         dealt=in_turns(len(bins), num_replicas),
-        num_ranks=[num_ranks] * num_replicas,
         judge=judge and (lambda replica, microbatches: judge(microbatches)),
         **options,
     )
@@ -185,13 +184,6 @@ def test_fewer_microbatches_where_one_sample_dominates():
     assert encoder_ns(fewer, samples) == [130, 120]
 
 
-def test_disttrain_starts_with_the_least_and_ends_with_the_next_least():
-    samples = samples_of([(n, 5) for n in (7, 3, 9, 1, 5, 6)])
-    made = assign("disttrain", samples, even_bins(6, 6), num_replicas=1, num_ranks=3)
-    order = [samples[i].encoder_ns for one in made.replicas[0] for i in one.samples]
-    assert order == [1, 6, 7, 9, 5, 3]
-
-
 def test_longest_first_balances_totals():
     samples = samples_of([(8, 1), (1, 8), (4, 4), (5, 2), (1, 1), (2, 2), (3, 3), (0, 6)])
     made = assign("balanced", samples, even_bins(8, 4), num_replicas=2)
@@ -255,10 +247,6 @@ def test_full_bins_are_kept_with_a_reason():
     assert [one.samples for one in made.replicas[0]] == [(0, 1), (2, 3, 4)]
     assert made.status == "first-fit"
     assert made.message == "entrain: sample 4 of size 2 has no room; first-fit's bins are kept"
-    uneven = samples_of([(1, 9), (1, 8), (1, 3), (1, 2)], sizes=[6, 6, 4, 4])
-    made = assign("disttrain", uneven, [[0, 2], [1, 3]], num_replicas=1, capacity=(10,))
-    assert [one.samples for one in made.replicas[0]] == [(0, 2), (1, 3)]
-    assert made.status == "first-fit" and "microbatch 0 of 2 samples exceeds its capacity" in made.message
 
 
 def test_whole_bins_are_dealt_where_longest_first_has_no_room():

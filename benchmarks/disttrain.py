@@ -1,13 +1,23 @@
-"""DistTrain's reordering of samples and microbatches. Pure. Source: DistTrain, arXiv:2408.04275, section 5."""
+"""DistTrain's reordering of samples and microbatches, as a baseline. Source: DistTrain, arXiv:2408.04275, section 5."""
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 from mmtrain.planner.assignment.assignment import Assignment
 from mmtrain.planner.assignment.filling import AssignmentInput, NoRoomError, assignment_of, falling, fill
 
 
 def disttrain(step: AssignmentInput, num_ranks: Sequence[int]) -> Assignment:
+    """The assignment of a step; first-fit's where DistTrain's has no room. Args: num_ranks: [replica] -> pipeline
+    ranks."""
+    try:
+        return _assigned(step, num_ranks)
+    except NoRoomError as full:
+        return replace(step.first_fit, status="first-fit", message=f"disttrain: {full}; first-fit's bins are kept")
+
+
+def _assigned(step: AssignmentInput, num_ranks: Sequence[int]) -> Assignment:
     """DistTrain's two reorderings: samples over replicas, longest encoder work first to the least encoder load; then
     the microbatches of each replica, of equal numbers of samples in the order of the step.
 
