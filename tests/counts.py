@@ -91,6 +91,21 @@ def families(texts: dict[str, str]) -> dict[str, list[str]]:
     return found
 
 
+def shared_names(trees: dict[str, ast.Module]) -> list[str]:
+    """Names of types that mean several things: public classes and aliases of one name, unless they are one alias."""
+    meanings: dict[str, dict[str, str]] = {}
+    for module, tree in trees.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                meanings.setdefault(node.name, {})[module] = module
+            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                name, value = node.targets[0].id, ast.unparse(node.value).replace("npt.", "")
+                if re.fullmatch(r"[A-Z]\w*[a-z]\w*", name):
+                    meanings.setdefault(name, {})[module] = value
+    shared = {name: of for name, of in meanings.items() if len(set(of.values())) > 1 and not name.startswith("_")}
+    return [f"{name}: {', '.join(of)}" for name, of in sorted(shared.items())]
+
+
 def words() -> dict[str, int]:
     """Page at the top, or kind of page under docs/ -> its number of words, those of code and tables included."""
     top = ROOT.parent
@@ -124,6 +139,7 @@ def main() -> None:
     rows = {
         "import cycles": cycles(trees),
         f"functions over {LONG_FUNCTION} lines": long_functions(trees),
+        "names of types that mean several things": shared_names(trees),
         f"files over {LONG_FILE} lines": [f"{m} ({n})" for m, n in lines.items() if n > LONG_FILE],
     }
     print(f"lines: {sum(lines.values()):,} in {len(lines)} files")

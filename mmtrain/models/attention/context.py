@@ -20,8 +20,7 @@ from mmtrain.modality.bitfield import Bits
 from mmtrain.models.attention.backend import Backend, Kernels, Operands, choose_kernels
 from mmtrain.models.attention.blockwise import diagonal_attention, piecewise_attention
 from mmtrain.models.attention.flex import RowBlocks, block_attention, make_row_blocks
-from mmtrain.models.attention.operator import Operands as PieceTensors
-from mmtrain.models.attention.operator import attention_in_pieces, operands_of
+from mmtrain.models.attention.operator import PieceTensors, attention_in_pieces, operands_of
 from mmtrain.models.attention.pieces import Piece, find_runs, is_block_diagonal, make_pieces
 from mmtrain.models.attention.varlen import MOST_CALLS, VarlenCall, group_runs, make_call, varlen_attention
 from mmtrain.models.transfer import to_device

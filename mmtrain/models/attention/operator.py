@@ -19,7 +19,7 @@ from mmtrain.models.attention.pieces import KINDS, Piece
 _ATEN = torch.ops.aten
 
 
-class Operands(NamedTuple):
+class PieceTensors(NamedTuple):
     """What attention needs to know of a mask, as tensors."""
 
     pieces: Tensor
@@ -28,14 +28,14 @@ class Operands(NamedTuple):
     """[T] int64 on the device."""
 
 
-def operands_of(pieces: tuple[Piece, ...], bits: Tensor) -> Operands:
+def operands_of(pieces: tuple[Piece, ...], bits: Tensor) -> PieceTensors:
     """The pieces of a mask as tensors. Args: bits: [T] of the sequence, on the device."""
     numbers = [
         number
         for piece in pieces
         for number in (*piece.rows, *piece.keys, KINDS.index(piece.kind), piece.parts, piece.position, piece.bits)
     ]
-    return Operands(torch.tensor(numbers, dtype=torch.int64), bits)
+    return PieceTensors(torch.tensor(numbers, dtype=torch.int64), bits)
 
 
 def _pieces_of(numbers: Tensor) -> list[Piece]:
@@ -45,7 +45,7 @@ def _pieces_of(numbers: Tensor) -> list[Piece]:
     ]
 
 
-def attention_in_pieces(query: Tensor, key: Tensor, value: Tensor, operands: Operands, scale: float) -> Tensor:
+def attention_in_pieces(query: Tensor, key: Tensor, value: Tensor, operands: PieceTensors, scale: float) -> Tensor:
     """Attention of this rank's rows to slices of the sequence, [1, Q, H, E].
 
     Shapes: query [1, H, Q, E]; key and value [1, K, Q, E]. Rows in no piece get 0.

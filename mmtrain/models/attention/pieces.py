@@ -16,8 +16,8 @@ import numpy as np
 
 from mmtrain.modality.bitfield import GROUP_SHIFT, OWN_GROUP_MASK, Bits, visible_keys
 
-Kind = Literal["all", "causal", "mask"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+PieceKind = Literal["all", "causal", "mask"]
+KINDS: tuple[PieceKind, ...] = get_args(PieceKind)
 MASK_SIZE = 1 << 23
 """Most numbers in the mask of one piece: 32 MiB where a kernel wants it as float32."""
 
@@ -30,7 +30,7 @@ class Piece:
     """[lo, hi) among this rank's rows."""
     keys: tuple[int, int]
     """[lo, hi) among the rows of the sequence."""
-    kind: Kind
+    kind: PieceKind
     """Whether each row sees all keys, all up to itself, or those that the rule of `bits` names."""
     parts: int = 1
     """Equal parts in which rows and keys are cut; a row sees only the keys of its own part."""
@@ -69,7 +69,7 @@ def find_runs(bits: Bits, rows: Bits) -> tuple[Piece, ...]:
     for start, end in zip([0, *cuts], [*cuts, len(real)], strict=True) if len(real) else ():
         first, last, row = int(positions[start]), int(positions[end - 1]) + 1, int(real[start])
         keys = int(low[start]), int(high[start:end].max())
-        kind: Kind
+        kind: PieceKind
         if not whole[start]:
             kind = "mask"
         elif last - first == 1 or level[start]:
