@@ -139,7 +139,7 @@ class PlannerConfig:
     itself after a step that took more than memory_limit."""
     hardware: FilePath = ""
     """Accelerator or cluster that costs are simulated on, as `h800` or `h800x16`, or a TOML file; empty: FLOPs over
-    device.flops_per_s."""
+    planner.device.flops_per_s."""
     profile: FilePath = ""
     """File that `mmtrain profile` wrote: costs are what it measured, whatever `hardware` says; empty: none."""
     learn_costs: bool = False

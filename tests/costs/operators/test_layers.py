@@ -340,7 +340,7 @@ def test_launches_of_a_dit_block_are_those_of_the_operators_that_torch_runs(clip
         made(torch.randn(size.rows + size.texts + TIME_ROWS * size.clips, 32), **given.common)
     names = ran.names
     fused_norms = 5 * names["rsqrt"]  # six operators on a CPU are one on a GPU
-    copies = sum(names[name] for name in ("cat", "clone", "index", "empty", "empty_like", "randn"))
+    copies = sum(names[name] for name in ("cat", "clone", "index_select", "empty", "empty_like", "randn"))
     graph = dataclasses.replace(describer(model, "dit"), dtype_bytes=4).graph(
         model_spec(model, dtype_bytes=4).module("dit").layers[1], input_grad=True
     )
