@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmtrain.config import config
-from mmtrain.costs.operators.cluster import on_hardware
+from mmtrain.costs.job_costs import on_hardware
 
 if TYPE_CHECKING:
     from mmtrain.config.config import Config

@@ -195,7 +195,6 @@ def _add_train(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def _train(args: argparse.Namespace) -> int:
     """Checks the config, then runs this rank or launches all ranks."""
-    job = config.load(args.config, args.overrides)
     if "WORLD_SIZE" in os.environ:
         for name in ("nodes", "nproc_per_node", "max_restarts"):
             if (value := getattr(args, name)) is not None:
@@ -205,7 +204,9 @@ def _train(args: argparse.Namespace) -> int:
                 )
         return _train_rank(args)
     from mmtrain.commands.job_checks import check_job
+    from mmtrain.parallel.mesh import on_own_device
 
+    job = on_own_device(config.load(args.config, args.overrides))
     nodes = node_counts(job, args.nodes, args.nproc_per_node, args.max_restarts)
     check_job(job)  # before any rank starts
     with owned(Path(job.job.dump_folder)):  # refuses a folder that rank 0 could not use
@@ -323,10 +324,11 @@ def _add_config(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 def _config(args: argparse.Namespace) -> int:
     from mmtrain.commands.job_checks import check_job
+    from mmtrain.costs.job_costs import on_hardware
 
     job = config.load(args.config, args.overrides)
     print(for_terminal(config.dump(job)), end="", flush=True)
-    if summary := check_job(job, runs_recipes=False):
+    if summary := check_job(on_hardware(job), runs_recipes=False):
         print(f"\n# {summary}")
     return 0
 

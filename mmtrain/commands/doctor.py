@@ -55,7 +55,9 @@ def _doctor(args: argparse.Namespace) -> int:
     if args.samples is not None and args.samples < 1:
         raise ConfigError(f"doctor: --samples {args.samples}; it must be at least 1")
     launched = Launched.from_environment()
-    job = config.load(args.config, args.overrides)
+    from mmtrain.parallel.mesh import on_own_device
+
+    job = on_own_device(config.load(args.config, args.overrides))
     if launched.world_size == 1:
         _report(_looked_at(job, args.samples))
         return 0

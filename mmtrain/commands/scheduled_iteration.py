@@ -130,7 +130,7 @@ class PlannerSearch:
         from mmtrain.config.planner import PlannerConfig
 
         section = replace(given or PlannerConfig(), enable=True)
-        return section.with_search(budget_evaluations=self.evaluations, budget_s=0.0)
+        return section.with_evaluations(self.evaluations)
 
 
 class Planner(Protocol):
@@ -174,6 +174,7 @@ def planner_of(args: argparse.Namespace) -> Planner:
 
 def _of_config(args: argparse.Namespace) -> Planner:
     from mmtrain.config import config
+    from mmtrain.costs.job_costs import on_hardware
     from mmtrain.data.loader import Loader
     from mmtrain.planner.assignment.dealing import Dealer
     from mmtrain.planner.assignment.step_assigner import StepAssigner
@@ -183,7 +184,7 @@ def _of_config(args: argparse.Namespace) -> Planner:
     from mmtrain.planner.search_settings import search_options
     from mmtrain.simulator.job import make_job
 
-    job, number = config.load(args.config, args.overrides), args.batch or 0
+    job, number = on_hardware(config.load(args.config, args.overrides)), args.batch or 0
     layout = job.parallelism.layout
     jobs = config.each_pipeline(job, make_job) if job.assignment.assigns or not layout.is_even else ()
     assigner, dealer = StepAssigner.of(job, jobs), Dealer.of(job, jobs)
@@ -195,7 +196,8 @@ def _of_config(args: argparse.Namespace) -> Planner:
     def plan(name: str | None, search: PlannerSearch | None = None) -> ScheduledPlan:
         chosen = job
         if name:
-            chosen = config.load(args.config, [*args.overrides, f"parallelism.pipeline_parallel_schedule={name}"])
+            words = [*args.overrides, f"parallelism.pipeline_parallel_schedule={name}"]
+            chosen = on_hardware(config.load(args.config, words))
         if search:
             chosen = replace(chosen, planner=search.section(chosen.planner))
             config.check(chosen)

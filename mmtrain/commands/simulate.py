@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mmtrain.commands.simulate_failures import add_options, check_options, print_failures
 from mmtrain.config import config
-from mmtrain.costs.operators.cluster import on_hardware
+from mmtrain.costs.job_costs import on_hardware
 
 ITERATIONS, REPLICAS, EVALUATIONS = 40, 2, 100
 """Defaults of --iterations, --replicas and --evaluations."""

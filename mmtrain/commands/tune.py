@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmtrain.config import config
-from mmtrain.costs.operators.cluster import on_hardware
+from mmtrain.costs.job_costs import on_hardware
 from mmtrain.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -203,9 +203,9 @@ def _check_masters(config: Config) -> None:
     if training.param_dtype != "bfloat16":
         raise ConfigError(
             f'training.master_weights = "{training.master_weights}" holds weights in bfloat16, but '
-            f'training.mixed_precision_param = "{training.mixed_precision_param}" computes in float32'
-            f'{" on a CPU" if training.mixed_precision_param == "auto" else ""}; set that to "bfloat16", or '
-            'master_weights to "all"'
+            f'training.mixed_precision_param = "{training.mixed_precision_param}" '
+            f"{'may compute' if training.mixed_precision_param == 'auto' else 'computes'} in float32; set that to "
+            '"bfloat16", or master_weights to "all"'
         )
     if training.master_weights == "none" and config.optimizer.ema_decay:
         raise ConfigError(

@@ -1,5 +1,5 @@
-"""Keys that have another name now. A file that a person wrote is refused with the new one; the config.toml of a run,
-which an older mmtrain wrote whole, is read as what it says."""
+"""Keys that have another name now. A file that a person wrote is refused with the new one; a file named config.toml,
+as an older mmtrain wrote whole into the folder of a run, is read as what it says."""
 
 from typing import Any
 
@@ -32,13 +32,22 @@ MOVED: dict[str, str] = {
 """Dotted key of an older version -> where its value is now."""
 
 
+_REMOVED: dict[str, dict[str, str]] = {
+    "planner.placement": {"replicated": "spread"},
+    "planner.search.strategy": {"random": "anneal", "dfs": "anneal"},
+    "assignment.policy": {"disttrain": "none"},
+}
+"""Key -> values of older versions, with what a run that had them is read as: nothing that it stored depends on them."""
+
+
 def new_name(key: str) -> str:
     """The name that a key has moved to; empty: it has not moved. Args: key: dotted."""
     return MOVED.get(key, "")
 
 
 def brought_up_to_date(table: dict[str, Any]) -> dict[str, Any]:
-    """A table of TOML with each moved key at its new place, unless that place has a value."""
+    """A table of TOML with each moved key at its new place, unless that place has a value, and without removed
+    values."""
     for old, new in MOVED.items():
         *sections, last = old.split(".")
         node: Any = table
@@ -51,4 +60,11 @@ def brought_up_to_date(table: dict[str, Any]) -> dict[str, Any]:
             for section in sections:
                 node = node.setdefault(section, {})
             node.setdefault(last, value)
+    for key, values in _REMOVED.items():
+        *sections, last = key.split(".")
+        node = table
+        for section in sections:
+            node = node.get(section) if isinstance(node, dict) else None
+        if isinstance(node, dict) and isinstance(node.get(last), str):
+            node[last] = values.get(node[last], node[last])
     return table

@@ -151,6 +151,12 @@ class PlannerConfig:
     device: DeviceConfig = field(default_factory=DeviceConfig)
     """Speed of a device and its links."""
 
+    def with_evaluations(self, evaluations: int) -> "PlannerConfig":
+        """The same with searches of as many plans, whatever time they take. Samples keep their groups where so few
+        cannot judge others."""
+        regroup = self.search.regroup and evaluations >= LEAST_REGROUPED and not self.search.distributed
+        return self.with_search(budget_evaluations=evaluations, budget_s=0.0, regroup=regroup)
+
     def with_search(self, **values: Any) -> "PlannerConfig":
         """The same with other values of [planner.search]."""
         return replace(self, search=replace(self.search, **values))
@@ -294,7 +300,7 @@ def _check_regroup(planner: PlannerConfig, model: ModelConfig, parallelism: Para
             f"{key} with model.lora.dropout = {model.lora.dropout}: masks are drawn for works, so losses would depend "
             "on the plan; set one of them to its default"
         )
-    degrees = parallelism.pipeline_parallel_degree, parallelism.context_parallel_degree
+    degrees = parallelism.layout.pp, parallelism.context_parallel_degree
     searchers = math.prod((*degrees, parallelism.tensor_parallel_degree)) if search.distributed else 1
     if search.budget_evaluations and search.budget_evaluations // searchers < LEAST_REGROUPED:
         of_ranks = f" for {searchers} ranks (planner.search.distributed)" if searchers > 1 else ""

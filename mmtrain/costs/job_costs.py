@@ -1,12 +1,31 @@
 """The cost model that a job's config selects. Pure."""
 
 from mmtrain.config.config import Config
+from mmtrain.config.device_choices import on_device
 from mmtrain.costs.cost_model import CostModel, FlopsCosts
 from mmtrain.costs.measured_costs import MeasuredCosts
 from mmtrain.costs.operator_costs import OperatorCosts
+from mmtrain.costs.operators.cluster import Cluster
+from mmtrain.costs.operators.graph import DeviceKind
+from mmtrain.costs.profile.profile import Profile
 from mmtrain.errors import ConfigError
 from mmtrain.modality.submesh import Submesh
 from mmtrain.spec.spec import ModelSpec
+
+
+def on_hardware(config: Config) -> Config:
+    """The configuration with what "auto" stands for on what its costs are of: the device of `planner.profile`, else
+    `planner.hardware`, if one of them is set.
+
+    Raises: ConfigError: the hardware or the profile does not exist.
+    """
+    if config.planner.profile:
+        low = Profile.read(config.planner.profile).job.get("dtype") == "bfloat16"
+        return on_device(config, "cuda" if low else "cpu")
+    if not config.planner.hardware:
+        return config
+    hardware = Cluster.of(config.planner.hardware, config.parallelism.layout.world_size).hardware
+    return on_device(config, "cpu" if hardware.compute is DeviceKind.CPU else "cuda")
 
 
 def cost_model(config: Config, spec: ModelSpec) -> CostModel:

@@ -1,4 +1,4 @@
-"""Compiled blocks: each block of a chunk as one graph, without breaks, for works of any size.
+"""Compiled blocks: each block of a chunk as one graph for works of any size, or with attention between two graphs.
 
 A block calls attention as one operator, whose mask it has as tensors, so that neither the number of documents or images
 nor that of rows is part of the graph. Blocks of one class share their graphs. What cannot be compiled is refused with

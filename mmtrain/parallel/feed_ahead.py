@@ -52,6 +52,10 @@ class Uploads:
             return 0, None
         return sum(to.nbytes for to, _ in copies), self._copies.start(copies)
 
+    def drop(self) -> None:
+        """Forgets the copies since the last start."""
+        self._open = []
+
     def wait(self, started: Any) -> None:
         """What is computed from now on comes after these copies. Args: started: of `start`."""
         if self._copies is not None and started is not None:
@@ -103,6 +107,7 @@ class FeedAhead:
     def close(self) -> None:
         """Drops what waits, of a step that failed; memory that a copy writes to is not used again before its end."""
         self._coming.clear()
+        self._uploads.drop()
         while self._waiting:
             _, ahead = self._waiting.popitem()
             self._uploads.wait(ahead.started)

@@ -70,6 +70,8 @@ class Groupings:
         if factor == 1 or not self.job.section.search.sub_microbatch:
             return size
         largest = max(max(len(one.images), len(one.clips)) for one in self.meta.microbatches)
+        if not largest:  # of text alone
+            return size
         if isinstance(size, Mapping):
             return {name: max(1, round(factor * (own or largest))) for name, own in size.items()}
         return max(1, round(factor * (size or largest)))

@@ -1,8 +1,8 @@
 """One search over the grouping of a batch's samples and the order of its works. Pure.
 
 Smaller and larger groupings than the given one are judged by short searches for an order. The best of them gets what
-is left of the budget. If it is not shorter by far, the given one is searched with all of the budget, too, or alone, so
-that the plan is no longer than without other groupings.
+is left of the budget. If it is not shorter by far, the given one is searched with all of the budget, too, or alone:
+with a budget in evaluations the plan is no longer than without other groupings.
 """
 
 import math
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from mmtrain.config.planner import JUDGED_GROUPING, MADE_GROUPING
 from mmtrain.errors import PlanError
-from mmtrain.planner.grouping import Groupings
+from mmtrain.planner.grouping import Grouping, Groupings
 from mmtrain.planner.iteration import Iteration, IterationPlanner
 from mmtrain.planner.plan import Search, best_of
 from mmtrain.planner.result import PlanResult
@@ -63,6 +63,8 @@ def search_iteration(
     result = search(found.problem, rest if found is iteration else less, cancelled=cancelled)
     evaluations = judged.evaluations + result.evaluations
     if both or (found is not iteration and result.cost_s > judged.given_s):  # it may be worse than it was judged
+        spent = time.perf_counter() - start
+        rest = replace(options, budget_s=options.budget_s and max(LEAST_S, options.budget_s - spent))
         given = search(iteration.problem, rest, cancelled=cancelled)
         evaluations += given.evaluations
         if given.cost_s <= result.cost_s:
@@ -103,15 +105,16 @@ def _best_grouping(
     groupings = Groupings(planner.job, iteration.meta)
     short = replace(options, budget_evaluations=JUDGED_GROUPING, budget_s=0.0)
     best, given_s = iteration, shortest_s(iteration.problem, short)
-    judged = _Judged(given_s, given_s, 1)
+    judged, tried = _Judged(given_s, given_s, 1), list[Grouping]()
     for factors in FACTORS:
         late = options.budget_s and time.perf_counter() - start > SHARE * options.budget_s
         in_vain = judged.number > IN_VAIN and judged.best_s > (1 - LEAST_GAIN) * judged.given_s
         if judged.number == most or late or in_vain or cancelled():
             break
         grouping = groupings.of(*factors)
-        if grouping is None:
+        if grouping is None or grouping in tried:
             continue
+        tried.append(grouping)
         judged = replace(judged, number=judged.number + 1)
         try:
             made = planner.regrouped(iteration, grouping)

@@ -59,6 +59,7 @@ def show_switches(section: PlannerConfig, threads: int) -> str:
     """One line for the log. Args: threads: of the search on each rank that searches."""
     search = section.search
     cut = f"partition {section.partition}, sub-microbatches {_word(search.sub_microbatch)}"
+    cut += ", samples grouped anew" if section.enable and search.regroup else ""
     cut += ", blocks of a forward and a backward" if search.braid else ""
     if not section.enable:
         return f"planner: off; {cut}"

@@ -212,8 +212,10 @@ def with_schedule(config: Config, schedule: str, evaluations: int = 1) -> tuple[
 
 def _with_search(config: Config, evaluations: int) -> tuple[Config, tuple[str, ...]]:
     """The result of `with_schedule` for plans that the job's planner searches."""
-    planner = replace(config.planner, enable=True).with_search(budget_evaluations=evaluations, budget_s=0.0)
+    planner = replace(config.planner, enable=True).with_evaluations(evaluations)
     notes = [f"{PLANNED}: the planner tries {evaluations} plans for each iteration (--evaluations)"]
+    if config.planner.search.regroup and not planner.search.regroup:
+        notes.append(f"{PLANNED}: samples keep their groups, since {evaluations} plans are too few to judge others")
     if planner.hardware and not planner.memory_limit and not planner.search.activation_memory_gib:
         planner = replace(planner, memory_limit=PLANNED_LIMIT)
         notes.append(

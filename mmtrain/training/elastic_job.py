@@ -79,7 +79,7 @@ class ElasticJob:
             observers=self._observers,
             stops=self._stops,
         )
-        self._layouts = Layouts(config=config, ranks_per_node=member.ranks)
+        self._layouts = Layouts(config=config, ranks_per_node=member.ranks, device=self.state.device.type)
         self._subjects: tuple[Subject, ...] = ()
         self._generation: Generation | None = None
         self._record: RunRecord | None = None

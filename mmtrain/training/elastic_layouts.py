@@ -32,6 +32,8 @@ class Layouts:
 
     config: Config
     ranks_per_node: int
+    device: str
+    """The type of a rank's device."""
     _made: dict[object, ElasticLayouts] = field(default_factory=dict)
 
     def chosen(
@@ -83,6 +85,7 @@ class Layouts:
                 config=config,
                 ranks_per_node=self.ranks_per_node,
                 device_bytes=device_bytes,
+                device=self.device,
                 process_bytes=process_bytes,
             )
         return self._made[key]

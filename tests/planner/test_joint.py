@@ -9,6 +9,7 @@ import pytest
 from mmtrain.config import config
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.modality.typical import TypicalSizes
+from mmtrain.planner import joint
 from mmtrain.planner.batching import check_conservation
 from mmtrain.planner.grouping import Grouping, Groupings, grouped
 from mmtrain.planner.iteration import IterationPlanner
@@ -61,14 +62,23 @@ def test_other_groups_make_a_plan_shorter_and_lose_no_sample():
     assert result.evaluations <= OPTIONS.budget_evaluations  # it was judged to be shorter by far
 
 
-def test_a_plan_is_never_longer_than_that_of_the_given_groups():
-    """Of captioned clips other groups are judged to be shorter, and are not."""
-    planner, meta = drawn("t2v_s", "training.global_batch_size=16", 'planner.memory_limit="90%"')
+def test_a_plan_is_never_longer_than_that_of_the_given_groups(monkeypatch):
+    """Both groupings are searched where the other one was not judged shorter by far, here by any part."""
+    monkeypatch.setattr(joint, "SURE_GAIN", 1.0)
+    planner, meta = drawn("vlm_s")
     iteration = planner.prepare(meta, searched=True)
     options = replace(OPTIONS, budget_evaluations=2600)
     _, result = search_iteration(planner, iteration, options, search)
     assert result.makespan_s <= search(iteration.problem, options).makespan_s
     assert result.evaluations > 1.2 * options.budget_evaluations  # both were searched
+
+
+def test_works_of_text_alone_have_no_other_size():
+    planner, meta = drawn("vlm_s")
+    without = [replace(document, images=()) for one in meta.microbatches for document in one.documents]
+    text = replace(meta, microbatches=(type(meta.microbatches[0]).of(without),))
+    assert Groupings(planner.job, text).of(0.5, 1.0) is None
+    assert Groupings(planner.job, meta).of(0.5, 1.0) is not None
 
 
 def test_the_plan_does_not_depend_on_threads():

@@ -60,7 +60,7 @@ def test_the_ranks_of_a_stage_divide_a_node_and_pipelines_use_all_gpus(maker, ch
 
 def test_sizes_are_from_the_least_that_fits_up_to_what_f_pipelines_leave():
     """Without room for a rank's state a job cannot be built; without room for a microbatch it has no plan."""
-    job = job_of("planner.memory_limit=0.004GiB", "planner.enable=true")
+    job = job_of("planner.memory_limit=0.004GiB", "planner.enable=true", "training.inputs_ahead_mib=0")
     maker = maker_of(job)
     for nodes, refused in ((1, True), (3, False)):
         values = values_of(replace(WITH_SHARDS, depths=(2 * nodes,))) | {"training.global_batch_size": 4}

@@ -9,8 +9,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mmtrain.config.config import Config
-from mmtrain.config.device_choices import on_device
 from mmtrain.costs.operators.graph import DeviceKind, OpKind, Phase
 from mmtrain.costs.operators.hardware import DeviceLink, Hardware, hardware_names, load_hardware
 from mmtrain.errors import ConfigError
@@ -28,17 +26,6 @@ def sent_bytes(kind: OpKind, num_bytes: float, ranks: int) -> float:
     Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, 2009.
     """
     return _SENT[kind] * num_bytes * (ranks - 1) / ranks
-
-
-def on_hardware(config: Config) -> Config:
-    """The configuration with what "auto" stands for on `planner.hardware`, if that is set.
-
-    Raises: ConfigError: the hardware does not exist.
-    """
-    if not config.planner.hardware:
-        return config
-    hardware = Cluster.of(config.planner.hardware, config.parallelism.layout.world_size).hardware
-    return on_device(config, "cpu" if hardware.compute is DeviceKind.CPU else "cuda")
 
 
 @dataclass(frozen=True, kw_only=True)

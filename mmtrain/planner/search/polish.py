@@ -64,7 +64,10 @@ class Polished:
         )
 
     def run(self, evaluations: int, before: float, after: float) -> None:
-        """Tries changes. Args: before, after: part of the budget used up at the start and at the end."""
+        """Tries changes, in rounds where there are many tries an action, or where seconds end the search.
+
+        Args: before, after: part of the budget used up at the start and at the end.
+        """
         tries = evaluations * (TRIES + len(self.searched.nodes) // NODES)
         if self.cost == math.inf:
             return

@@ -203,8 +203,8 @@ def shortest_s(problem: PlanningProblem, options: SearchOptions) -> float:
     """The makespan in seconds that a search of the problem comes to, its mean with noise; infinite: no plan fits.
 
     It is that of the best order during the search, without instructions, and without the plan itself, its check and its
-    simulation, which take twice as long as 50 evaluations. It is at most rounding, one choice of memory options, or
-    some last blocks, from that of `search`.
+    simulation, which take twice as long as 50 evaluations. No action is changed by itself, so that `search` comes to
+    less where memory is short.
 
     Raises: PlanError: no budget.
     """

@@ -103,7 +103,7 @@ def allocate(
             f"allocate: no degrees of parallelism use {num_gpus} GPUs (--gpus) with training.global_batch_size = "
             f"{config.training.global_batch_size} and this model; change one of them"
         )
-    searching = replace(config, planner=config.planner.with_search(budget_evaluations=evaluations, budget_s=0.0))
+    searching = replace(config, planner=config.planner.with_evaluations(evaluations))
     steps = [packed_step(config, costs, (seed, i)) for i in range(iterations)]
     judge = Judge(config=searching, steps=lambda job: steps)
     effort = Effort(num_steps=iterations, evaluations=evaluations)

@@ -50,6 +50,8 @@ class ElasticLayouts:
     ranks_per_node: int
     device_bytes: float | None = None
     """Memory of a rank's device, the same value in all processes; None: that of `planner.hardware`, if it is set."""
+    device: str = ""
+    """The type of a rank's device; empty: that of `planner.hardware`, or a CPU."""
     process_bytes: float = 0.0
     """Bytes of a process in addition to its tensors, the same value in all processes."""
     _made: dict[int, Template | ConfigError] = field(default_factory=dict, repr=False)
@@ -193,7 +195,9 @@ class ElasticLayouts:
             raise ConfigError(
                 f"elastic: a pipeline of {depth} stages, on nodes of {self.ranks_per_node} ranks: {error}"
             ) from error
-        MemoryRule.of(config, self.device_bytes).budget(job.spec, job.partition, self.process_bytes).check()
+        MemoryRule.of(config, self.device_bytes, device=self.device).budget(
+            job.spec, job.partition, self.process_bytes
+        ).check()
         seconds = self._rank_seconds(config, job)
         through_s, pace_s = _rounded(sum(seconds)), _rounded(max(seconds))
         return Template(

@@ -202,7 +202,7 @@ def _steady_s(iteration: SimulatedIteration, slowest: Timeline, num_microbatches
 
 def _with_effort(job: ScheduledJob, effort: Effort) -> ScheduledJob:
     """The job whose searches try as many plans; its partition stays."""
-    changed = job.simulator.jobs[0].section.with_search(budget_evaluations=effort.evaluations or 1)
+    changed = job.simulator.jobs[0].section.with_evaluations(effort.evaluations or 1)
     if not effort.evaluations:
         changed = changed.with_search(strategy="first")
     return replace(job, simulator=job.simulator.with_jobs(lambda own: replace(own, section=changed)))

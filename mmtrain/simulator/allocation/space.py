@@ -255,7 +255,11 @@ class Space:
     def ordered(self, name: str, mesh: JobLayout) -> Iterator[ConfigValues]:
         """The order of a schedule as it is, with memory options that the planner fits: on any cut if it keeps memory
         limits by itself, else on one chain of all modules with the chunks that it is for."""
-        order = {"parallelism.pipeline_parallel_schedule": name, "planner.search.interleave": False}
+        order = {
+            "parallelism.pipeline_parallel_schedule": name,
+            "planner.search.interleave": False,
+            "planner.search.regroup": False,
+        }
         schedule = schedule_of(name, mesh.pp)
         if "cut" not in self.axes or (schedule.keeps_memory_limits and not schedule.segments):
             yield self._free(order)
