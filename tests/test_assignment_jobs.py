@@ -83,8 +83,8 @@ def test_samples_that_the_planner_groups_anew_give_the_same_curve(tmp_path, char
 @pytest.mark.parametrize(
     ("degrees", "policy"),
     [
-        (layout(pp=2, replicate=2), DEFERRED),
         (layout(pp=2), REGROUPED),
+        pytest.param(layout(pp=2, replicate=2), DEFERRED, marks=pytest.mark.nightly),
         pytest.param(layout(cp=2), DEFERRED, marks=pytest.mark.nightly),
         pytest.param(layout(tp=2), DEFERRED, marks=pytest.mark.nightly),
         pytest.param(

@@ -20,7 +20,7 @@ from tests.jobs import write_config
 pytestmark = pytest.mark.ranks
 
 SEEDS, BLOCK = range(80), 8
-DAILY = 4, 11
+DAILY = (4,)
 MIXED = [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP]
 FIRST = ["action"] * 4 + ["reduction", "reduced", "saving"]
 """Places of the first fault of a job; others are in what follows from it, too."""

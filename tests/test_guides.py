@@ -137,6 +137,7 @@ def _is_read(words: list[str], later: list[str]) -> bool:
     return words[1] == "train" and job not in MADE_BEFORE and f"outputs/{job}" in later
 
 
+@pytest.mark.nightly
 @pytest.mark.ranks
 def test_the_worked_schedule_is_added_shown_tested_and_run(tmp_path: Path, charts: Path) -> None:
     page = "schedule.md"

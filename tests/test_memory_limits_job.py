@@ -140,6 +140,7 @@ def with_ballast_always(rank, path, overrides, num_bytes):
     return limits, train(rank, path, overrides)[0]
 
 
+@pytest.mark.nightly
 def test_a_margin_that_grows_every_step_never_ends_the_job(tmp_path, charts):
     path = write_config(tmp_path / "job", charts)
     extra = [*layout(pp=2), "planner.memory_limit=1GiB", "training.steps=14"]

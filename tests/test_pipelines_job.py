@@ -53,6 +53,7 @@ def trained(rank: int, path: Path, overrides: list[str]) -> dict[str, str]:
     return found
 
 
+@pytest.mark.nightly
 def test_all_holders_of_a_layer_stay_equal_and_learn_what_one_process_learns(tmp_path, charts):
     path, extra = write_config(tmp_path, charts), [*CONSTANT, *PLANNED, "training.steps=20"]
     ranks = run_ranks(trained, 5, path, [*extra, *pipelines(2, 3)])
@@ -96,6 +97,7 @@ def test_a_checkpoint_goes_to_other_pipelines_and_back_bit_for_bit(tmp_path, cha
     assert all(abs(moved[step] - loss) / loss < CURVE_TOLERANCE for step, loss in one.items())
 
 
+@pytest.mark.nightly
 def test_a_killed_job_continues_exactly(tmp_path, charts):
     whole_job = finished(charts, 5, [*SAVING, *pipelines(2, 3)])
     path = write_config(tmp_path, charts)
@@ -112,7 +114,7 @@ ASSIGNED = ["assignment.policy=entrain", "assignment.samples_per_step=16"]
 @pytest.mark.parametrize(
     ("words", "world"),
     [
-        ([*pipelines(2, 1), "training.global_batch_size=5"], 3),
+        pytest.param([*pipelines(2, 1), "training.global_batch_size=5"], 3, marks=pytest.mark.nightly),
         ([*pipelines(1, 2), "parallelism.data_parallel_shard_degree=2", "training.global_batch_size=7", *PLANNED], 6),
         pytest.param(
             ["parallelism.data_parallel_replicate_degree=2", "training.global_batch_size=5"],

@@ -20,6 +20,7 @@ def job(tmp_path, shapes):
     return write_video_config(tmp_path, shapes)
 
 
+@pytest.mark.nightly
 def test_all_layouts_have_one_loss_curve_and_count_every_token_once(tmp_path, shapes):
     validating = ["validation.enable=true", "validation.freq=6", "validation.steps=2"]
     validating += ["validation.shuffled_captions=true"]

@@ -87,6 +87,7 @@ def test_every_side_of_the_language_models_has_a_step(monkeypatch):
     assert steps["mmtrain"].seconds < steps["even 1F1B"].seconds
 
 
+@pytest.mark.nightly
 def test_towers_share_a_loss_after_every_few_microbatches():
     made = flexpipe_clip.towers("9.7b", 8, 2, (1, 1), "none")
     assert made is not None

@@ -62,7 +62,6 @@ NIGHTLY = pytest.mark.nightly
         ({"pp": 2, "shard": 2}, [[], [FULL], [OFFLOAD, FULL]]),
         ({"replicate": 2}, [[], [SELECTIVE], [ALWAYS, FULL]]),
         ({"cp": 2}, [[], [FULL], [OFFLOAD, FULL], PATCHES]),
-        ({"cp": 2, "tp": 2}, [[], [ALWAYS, SELECTIVE, OFFLOAD]]),
         ({"replicate": 2, "cp": 2}, [[], [ALWAYS, OFFLOADED]]),
         pytest.param({"pp": 2, "shard": 2}, VARIANTS, marks=NIGHTLY),
         pytest.param({"replicate": 2}, [*VARIANTS, [ALWAYS], [ALWAYS, FULL]], marks=NIGHTLY),

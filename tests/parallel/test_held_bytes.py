@@ -85,7 +85,7 @@ WIDE_BLOCKS = [row for row in EVERY_BLOCK if row[0] in WIDE and row[1] == torch.
 @pytest.mark.parametrize(
     ("world", "cases"),
     [
-        pytest.param(2, DAILY_BLOCKS, id="two ranks"),
+        pytest.param(2, DAILY_BLOCKS, id="two ranks", marks=pytest.mark.nightly),
         pytest.param(4, covering(WIDE_BLOCKS, lambda row: row[::2], lambda row: 1), id="four ranks"),
         pytest.param(2, EVERY_BLOCK, id="all on two ranks", marks=pytest.mark.nightly),
         pytest.param(4, WIDE_BLOCKS, id="all on four ranks", marks=pytest.mark.nightly),

@@ -333,6 +333,7 @@ def on_four_ranks(rank):
     return sharded, case(tp_mesh(), HALVES, FOUR_HEADS, None, UNEVEN)
 
 
+@pytest.mark.nightly
 @pytest.mark.ranks
 def test_four_ranks_equal_one_process():
     for sharded, (output, gradient, equal_on_all_ranks, _) in run_ranks(on_four_ranks, 4):

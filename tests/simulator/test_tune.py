@@ -187,6 +187,7 @@ def test_the_best_of_a_small_space_is_found(num_gpus):
     assert best.mean_s <= fastest * 1.005, best.candidate.described(job)
 
 
+@pytest.mark.nightly
 def test_two_runs_are_equal():
     job = config.load("debug_qwen2_vl.toml", ON_H100)
     first, second = (tuner(job, 4).run() for _ in range(2))
@@ -318,7 +319,8 @@ def test_a_recipe_that_gets_stuck_is_counted(capsys, tmp_path):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_tuned_job_trains_and_keeps_its_gradients(num_ranks, charts, tmp_path, capsys):
     path, out = write_config(tmp_path, charts), tmp_path / "best.toml"
     words = ["--config", str(path), "--cluster", f"cpux{num_ranks}", "--iterations", "1", "--evaluations", "10"]
