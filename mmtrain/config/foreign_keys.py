@@ -79,7 +79,7 @@ FOREIGN: dict[str, OurKeys] = {
     "fp16": OurKeys(_TRAINER, ("training.mixed_precision_param",), '"bfloat16" or "float32" alone'),
     "torch_dtype": OurKeys((SWIFT,), ("training.mixed_precision_param",)),
     "compute_dtype": OurKeys((LLAMA_FACTORY,), ("training.mixed_precision_param",)),
-    "tf32": OurKeys(_TRAINER, ("training.mixed_precision_param",), '"bfloat16" or "float32" alone'),
+    "tf32": OurKeys(_TRAINER, ("training.mixed_precision_param",), '"bfloat16": float32 products then use TF32'),
     "activation_checkpointing": OurKeys((HUGGING_FACE, AUTOMODEL), ("activation_checkpoint.mode",), '"full"'),
     "vit_gradient_checkpointing": OurKeys((SWIFT,), ("activation_checkpoint.mode",), "of all modules"),
     "gradient_checkpointing": OurKeys(
