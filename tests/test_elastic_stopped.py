@@ -14,7 +14,8 @@ from tests.jobs import write_config
 
 pytestmark = pytest.mark.ranks
 
-LONG = [*JOB, "training.steps=12"]
+LONG = [*JOB, "training.steps=16"]
+"""Enough steps for a node that was stopped to come back before the last one."""
 
 
 def stopped(slot: int, place: str, action: int = 0, local_rank: int = 0) -> Fault:
