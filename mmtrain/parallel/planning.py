@@ -111,6 +111,8 @@ class _Outcome:
     search_s: float = 0.0
     plan: IterationPlan | None = None
     """The plan as adopted on this rank."""
+    bound_s: float = math.nan
+    """The lower bound of what the plan is for, on the leader."""
     ready_s: float = math.nan
     """The time at which it was adopted, on this rank's clock."""
     error: Exception | None = None
@@ -363,9 +365,10 @@ class PlanAhead:
         if pending.given_up.is_set() or iteration is None:
             return replace(outcome, status=PlanStatus.TIMED_OUT)
         try:
+            bound_s = pending.bound_s
             if outcome.grouping is not None:
                 iteration = pending.planner.regrouped(iteration, outcome.grouping)
-                pending.bound_s = lower_bound_s(iteration.problem) if self._mesh.is_leader else math.nan
+                bound_s = lower_bound_s(iteration.problem) if self._mesh.is_leader else math.nan
             result = PlanResult(
                 problem=iteration.problem,
                 status=outcome.kind,
@@ -376,7 +379,7 @@ class PlanAhead:
             )
             check(result.plan, iteration.problem)
             plan = pending.planner.finish(iteration, result)
-            return replace(outcome, plan=plan, ready_s=time.perf_counter())
+            return replace(outcome, plan=plan, bound_s=bound_s, ready_s=time.perf_counter())
         except Exception as error:
             return replace(outcome, status=PlanStatus.INVALID, text=_text(error))
 
@@ -392,7 +395,7 @@ def _planned(pending: PendingPlan, plan: IterationPlan, outcome: _Outcome, statu
         status=status,
         evaluations=outcome.evaluations,
         search_s=outcome.search_s,
-        bound_s=pending.bound_s,
+        bound_s=outcome.bound_s if status is PlanStatus.READY else pending.bound_s,
         age_s=time.perf_counter() - outcome.ready_s if status is PlanStatus.READY else 0.0,
     )
 
