@@ -37,6 +37,18 @@ def test_what_an_older_run_wrote_is_read_as_what_it_says(tmp_path):
         load(path, ["--planner.budget_s=5"])
 
 
+def test_values_that_were_removed_are_read_from_what_a_run_wrote_and_refused_in_a_file(tmp_path):
+    text = TOML.replace("[planner]\n", '[planner]\nstrategy = "dfs"\nplacement = "replicated"\n')
+    text += '\n[assignment]\npolicy = "disttrain"\n'
+    (tmp_path / "config.toml").write_text(text)
+    job = load(tmp_path / "config.toml")
+    read = job.planner.search.strategy, job.planner.placement, job.assignment.policy
+    assert read == ("anneal", "spread", "none")
+    (tmp_path / "mine.toml").write_text(TOML + '\n[assignment]\npolicy = "disttrain"\n')
+    with pytest.raises(ConfigError, match=r'assignment\.policy = .disttrain.; choose one of "none", "balanced"'):
+        load(tmp_path / "mine.toml")
+
+
 def test_a_new_key_counts_more_than_its_old_name(tmp_path):
     path = tmp_path / "config.toml"
     path.write_text(TOML.replace("[planner]\n", "[planner]\nbudget_evaluations = 7\n"))

@@ -5,6 +5,7 @@ import json
 import shutil
 import tomllib
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -32,14 +33,10 @@ from mmtrain.modality.probes import mixed_iteration
 from mmtrain.models.adapter_weights import load_adapters
 from mmtrain.models.attention.context import attention_context
 from mmtrain.models.batch import head_arguments
-from mmtrain.models.build import build_chunk
 from mmtrain.models.chunk import Chunk
-from mmtrain.models.initialise import init_weights
 from mmtrain.models.pretrained import load_pretrained
-from mmtrain.models.trainable import is_adapter
 from mmtrain.spec.builders import model_spec
 from mmtrain.training.trainer import Trainer
-from tests.jobs import layout, metrics, train, write_config
 from tests.lora import with_lora
 from tests.ranks import run_ranks
 from tests.reference import VOCAB, model_config
@@ -51,6 +48,16 @@ TOLERANCE = 2e-6
 
 def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     torch.testing.assert_close(theirs, ours, rtol=0, atol=TOLERANCE * ours.abs().max().item())
+
+
+def check_loaded(model: ModelConfig, saved: Mapping[str, Chunk]) -> None:
+    """A model that starts from files has exactly the parameters that were saved."""
+    for name, chunk in chunks_of(model, seed=1).items():
+        load_pretrained(chunk, model)
+        expected = dict(saved[name].named_parameters())
+        for key, parameter in chunk.named_parameters():
+            assert torch.equal(parameter, expected.pop(key)), key
+        assert not expected
 
 
 @torch.no_grad()
@@ -100,22 +107,6 @@ def test_a_language_model_has_the_same_logits(tmp_path, name, tied):
     assert settings["use_cache"] is True
     assert settings["tie_word_embeddings"] is tied
     assert AutoTokenizer.from_pretrained(tmp_path / "out" / "language").encode("bars") != []
-
-
-@pytest.mark.parametrize(("name", "tied"), [("qwen2", True), ("llama", False)])
-def test_adapters_beside_the_weights_and_merged_into_them(tmp_path, name, tied):
-    model = with_lora(model_config(None, name, tied=tied), ["language"])
-    chunk = save_run(tmp_path / "run", model)["language"]
-    ids = torch.randint(0, VOCAB, (19,), generator=torch.Generator().manual_seed(1))
-    ours = logits_of(chunk, ids)
-    made = export(tmp_path / "run", tmp_path / "out")
-    assert made.folders == ("language", "language_adapter")
-    close(ours, language(tmp_path / "out/language", tmp_path / "out/language_adapter")(ids[None]).logits[0].detach())
-    base = language(tmp_path / "out/language")(ids[None]).logits[0].detach()
-    assert (base - ours).abs().max() > 100 * TOLERANCE * ours.abs().max(), "the adapters matter"
-    made = export(tmp_path / "run", tmp_path / "merged", form=ExportForm(merge_adapters=True))
-    assert made.folders == ("language",)
-    close(ours, language(tmp_path / "merged/language")(ids[None]).logits[0].detach())
 
 
 ENCODERS = [
@@ -277,12 +268,7 @@ def test_a_job_starts_from_an_exported_folder(tmp_path, encoder, projector):
         section = dataclasses.replace(model.projector, pretrained=str(out / "projector"))
         again = dataclasses.replace(again, projector=section)
     assert model_spec(again) == model_spec(model)
-    for name, chunk in chunks_of(again, seed=1).items():
-        load_pretrained(chunk, again)
-        expected = dict(saved[name].named_parameters())
-        for key, parameter in chunk.named_parameters():
-            assert torch.equal(parameter, expected.pop(key)), key
-        assert not expected
+    check_loaded(again, saved)
 
 
 def with_sound(adapted=(), **others) -> ModelConfig:
@@ -484,43 +470,3 @@ def test_large_weights_are_cut_into_files(tmp_path, monkeypatch):
     assert len(set(index.values())) > 3
     ids = torch.arange(12)
     close(logits_of(chunks["language"], ids), language(tmp_path / "out/language")(ids[None]).logits[0].detach())
-
-
-LORA = [
-    'model.encoder.trainable="lora"',
-    'model.language.trainable="lora"',
-    "model.lora.rank=4",
-    "training.steps=3",
-    "checkpoint.enable=true",
-]
-
-
-@pytest.mark.ranks
-def test_a_job_with_adapters_on_two_layouts(tmp_path, charts):
-    """The loss does not depend on the layout, the base weights stay, the adapters move; the result is exported."""
-    curves = {}
-    for name, degrees in {"one": layout(), "four": layout(pp=2, shard=2)}.items():
-        path = write_config(tmp_path / name, charts)
-        run_ranks(train, 4 if name == "four" else 1, path, [*degrees, *LORA])
-        curves[name] = metrics(path.parent)
-    assert sorted(curves["one"]) == [1, 2, 3]
-    for step, loss in curves["one"].items():
-        assert curves["four"][step] == pytest.approx(loss, rel=1e-5)
-    run, out = tmp_path / "four" / "run", tmp_path / "out"
-    assert export(run, out).folders == ("language", "language_adapter", "projector", "vision", "vision_adapter")
-    job = config.load(run / "config.toml")
-    spec = model_spec(job.model)
-    for module, prefix in (("language", "language."), ("vision", "vision.")):
-        chunk = build_chunk(job.model, spec, module, (0, len(spec.module(module).layers)), device="cpu")
-        init_weights(chunk, job.debug.seed)
-        section = job.model.language if module == "language" else job.model.encoder
-        again = dataclasses.replace(section, config={}, pretrained=str(out / module))
-        where = "language" if module == "language" else "encoder"
-        fresh = build_chunk(job.model, spec, module, (0, len(spec.module(module).layers)), device="cpu")
-        load_pretrained(fresh, dataclasses.replace(job.model, **{where: again}))
-        for key, value in chunk.named_parameters():
-            if key.startswith(prefix) and not is_adapter(key):
-                assert torch.equal(fresh.get_parameter(key), value), key
-        moved = load_file(out / f"{module}_adapter" / "adapter_model.safetensors")
-        assert moved
-        assert all(tensor.any() for tensor in moved.values())

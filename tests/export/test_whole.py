@@ -21,7 +21,7 @@ from mmtrain.config.model import ModelConfig
 from mmtrain.data.media import RawVideo
 from mmtrain.data.questions import text_of
 from mmtrain.data.tokenizer import SHIPPED, load_tokenizer
-from mmtrain.errors import ConfigError, DataError
+from mmtrain.errors import DataError
 from mmtrain.export.adapter_folders import ExportForm
 from mmtrain.export.folder import export
 from mmtrain.inference import answering
@@ -31,7 +31,6 @@ from mmtrain.models.whole import in_class
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.hub_files import PROCESSOR_FILES
 from tests import llava, whole_models
-from tests.export.test_folder import adapted, close
 from tests.lora import with_lora
 from tests.reference import model_config
 from tests.stored_runs import save_run
@@ -61,15 +60,6 @@ def reader(folder: Path):
     model, info = getattr(transformers, name).from_pretrained(folder, output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return model.eval()
-
-
-@pytest.fixture
-def images(tmp_path):
-    rng = np.random.default_rng(0)
-    paths = [tmp_path / f"{index}.png" for index in range(2)]
-    for path, size in zip(paths, ((20, 33), (16, 16)), strict=True):
-        Image.fromarray(rng.integers(0, 256, (*size, 3), np.uint8)).save(path)
-    return paths
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -220,77 +210,6 @@ def test_the_folder_reads_videos_as_the_job_did(tmp_path, name, stored):
     assert values["video_processor_type"] == kind
 
 
-DORA = {"use_dora": True, "use_rslora": True, "dropout": 0.1}
-
-
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [("qwen2_5_vl", {}), ("qwen3_vl", {}), ("siglip, qwen2", {}), ("qwen2_5_vl", DORA), ("siglip, qwen2", DORA)],
-)
-def test_adapters_are_one_folder_for_peft_or_in_the_weights(tmp_path, images, name, settings):
-    modules = ["encoder", "projector", "language"] if settings else ["encoder", "language"]
-    model = with_lora(whole_folder(name, tmp_path / "whole"), modules, **settings)
-    if settings:
-        model = dataclasses.replace(model, language=dataclasses.replace(model.language, trainable_layers="-2.."))
-    save_run(tmp_path / "run", model)
-    export(tmp_path / "run", tmp_path / "out")
-    export(tmp_path / "run", tmp_path / "merged", form=ExportForm(merge_adapters=True))
-    base, merged = reader(tmp_path / "out"), reader(tmp_path / "merged")
-    record, ours = asked("what?", images[:1]), Answerer.of(tmp_path / "merged")
-    inputs = ours.inputs(record)
-    with torch.no_grad():
-        plain = base(**inputs).logits
-        theirs = adapted(base, tmp_path / "out/adapter")(**inputs).logits
-        expected = merged(**inputs).logits
-    close(theirs, expected)
-    assert float((plain - expected).abs().max()) > 0.1, "adapters that change nothing would pass"
-    assert Answerer.of(tmp_path / "run").answer(record, Sampling()) == ours.answer(record, Sampling())
-
-
-@pytest.mark.parametrize("parts", [False, True])
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [("qwen2_5_vl", {}), ("siglip, qwen2", {}), ("qwen2_5_vl", DORA), ("siglip, qwen2", DORA)],
-)
-def test_exported_adapters_start_the_next_job(tmp_path, name, settings, parts):
-    from mmtrain.models.reference import ReferenceModel
-
-    modules = ["encoder", "projector", "language"] if settings else ["encoder", "language"]
-    model = with_lora(whole_folder(name, tmp_path / "whole"), modules, **settings)
-    chunks = save_run(tmp_path / "run", model)
-    export(tmp_path / "run", tmp_path / "out", parts=parts)
-    folder = tmp_path / ("out" if parts else "out/adapter")
-    again = dataclasses.replace(model, lora=dataclasses.replace(model.lora, pretrained=str(folder)))
-    new = ReferenceModel(again, model_spec(again), seed=7).weights()
-    stored = {key: value for chunk in chunks.values() for key, value in chunk.named_parameters() if ".lora_" in key}
-    own = {"projector"} if settings and name == "siglip, qwen2" else set()
-    assert {name.partition(".")[0] for name in stored} == {"vision", "language"} | own
-    for key, value in stored.items():
-        assert torch.equal(new[key], value), key
-
-
-@pytest.mark.parametrize("parts", [False, True])
-def test_adapters_alone_adapt_the_base_in_peft_and_in_the_next_job(tmp_path, images, parts):
-    from mmtrain.models.reference import ReferenceModel
-
-    model = with_lora(whole_folder("qwen2_5_vl", tmp_path / "whole"), ["encoder", "projector", "language"], **DORA)
-    chunks = save_run(tmp_path / "run", model)
-    export(tmp_path / "run", tmp_path / "alone", form=ExportForm(adapters_only=True), parts=parts)
-    files = {path.name for path in (tmp_path / "alone").rglob("*") if path.is_file()}
-    assert files == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
-    again = dataclasses.replace(model, lora=dataclasses.replace(model.lora, pretrained=str(tmp_path / "alone")))
-    new = ReferenceModel(again, model_spec(again), seed=7).weights()
-    stored = {key: value for chunk in chunks.values() for key, value in chunk.named_parameters() if ".lora_" in key}
-    assert stored and all(torch.equal(new[key], value) for key, value in stored.items())
-    if not parts:
-        export(tmp_path / "run", tmp_path / "merged", form=ExportForm(merge_adapters=True))
-        export(tmp_path / "run", tmp_path / "out")
-        inputs = Answerer.of(tmp_path / "merged").inputs(asked("what?", images[:1]))
-        with torch.no_grad():
-            expected = reader(tmp_path / "merged")(**inputs).logits
-            close(adapted(reader(tmp_path / "out"), tmp_path / "alone")(**inputs).logits, expected)
-
-
 @pytest.mark.parametrize("parts", [False, True])
 def test_files_in_bfloat16_have_the_rounded_weights(tmp_path, parts):
     from safetensors.torch import load_file
@@ -313,43 +232,11 @@ def test_files_in_bfloat16_have_the_rounded_weights(tmp_path, parts):
         assert reader(tmp_path / "out").dtype is torch.bfloat16, "as from_pretrained reads it"
 
 
-def test_adapters_alone_are_refused_where_others_trained(tmp_path):
-    save_run(tmp_path / "run", with_lora(whole_folder("qwen2_5_vl", tmp_path / "whole"), ["language"]))
-    with pytest.raises(ConfigError, match=r"model.encoder was trained with trainable = true, so adapters alone would"):
-        export(tmp_path / "run", tmp_path / "out", form=ExportForm(adapters_only=True))
-    save_run(tmp_path / "other", whole_folder("qwen2_5_vl", tmp_path / "whole2"))
-    with pytest.raises(ConfigError, match=r"nothing to write; leave --adapters-only out"):
-        export(tmp_path / "other", tmp_path / "out", form=ExportForm(adapters_only=True))
-
-
-def test_adapters_that_do_not_fit_are_refused(tmp_path):
-    from mmtrain.models.reference import ReferenceModel
-
-    model = with_lora(whole_folder("qwen2_5_vl", tmp_path / "whole"), ["language"])
-    save_run(tmp_path / "run", model)
-    export(tmp_path / "run", tmp_path / "out")
-
-    def started(**changes):
-        lora = dataclasses.replace(model.lora, pretrained=str(tmp_path / "out/adapter"))
-        job = dataclasses.replace(model, lora=dataclasses.replace(lora, **changes))
-        return ReferenceModel(job, model_spec(job), seed=0)
-
-    with pytest.raises(ConfigError, match=r"has r = \d+, but model.lora.rank = 5; set model.lora.rank = 3"):
-        started(rank=5)
-    with pytest.raises(ConfigError, match=r"model.lora.pretrained"):
-        started(pretrained=str(tmp_path / "nothing"))
-    both = with_lora(model, ["encoder", "language"])
-    lora = dataclasses.replace(both.lora, pretrained=str(tmp_path / "out/adapter"))
-    with pytest.raises(ConfigError, match=r"adapter_model.safetensors: base_model.model.model.visual.* is not there"):
-        ReferenceModel(dataclasses.replace(both, lora=lora), model_spec(both), seed=0)
-
-
 def test_an_exported_folder_starts_the_next_job(tmp_path):
     model = whole_folder("qwen2_vl", tmp_path / "whole")
     chunks = save_run(tmp_path / "run", model)
     export(tmp_path / "run", tmp_path / "out")
     from mmtrain.models.reference import ReferenceModel
-    from mmtrain.spec.builders import model_spec
 
     again = whole_models.named(tmp_path / "out")
     weights = ReferenceModel(again, model_spec(again), seed=9).weights()

@@ -112,6 +112,20 @@ def test_a_step_that_fails_leaves_no_copy_under_way():
     assert ahead.num_bytes == 0
 
 
+def test_copies_of_a_feed_that_failed_are_not_those_of_the_next_step():
+    uploads = Uploads(CPU, copies := Recorded())
+
+    def fails(stage, work):
+        uploads.add(torch.ones(10))
+        raise ValueError
+
+    ahead = FeedAhead(fails, uploads, FORWARDS, most_bytes=0)
+    with pytest.raises(ValueError):
+        ahead(*FORWARDS[0])
+    ahead.close()
+    assert uploads.start() == (0, None) and not copies.log
+
+
 def test_an_order_that_the_program_has_not_is_refused():
     uploads = Uploads(CPU, Recorded())
     ahead = FeedAhead(Inputs(uploads), uploads, FORWARDS, most_bytes=1e6)

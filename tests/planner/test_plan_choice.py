@@ -90,6 +90,13 @@ def test_a_result_without_a_plan_says_why_where_the_plan_is_read():
         assert str(error.value) == result.message and "memory" in result.message
 
 
+def test_searches_of_few_plans_keep_the_groups_of_samples():
+    section = PlannerConfig(enable=True, search=SearchConfig(regroup=True, budget_evaluations=0, budget_s=9.0))
+    few, many = section.with_evaluations(100).search, section.with_evaluations(2600).search
+    assert (few.budget_evaluations, few.budget_s, few.regroup) == (100, 0.0, False)
+    assert (many.budget_evaluations, many.budget_s, many.regroup) == (2600, 0.0, True)
+
+
 def test_switches_are_one_line():
     assert show_switches(PlannerConfig(), 1) == "planner: off; partition search, sub-microbatches on"
     section = PlannerConfig(enable=True, search=SearchConfig(memory=False, budget_s=1.5, distributed=True))
