@@ -4,8 +4,11 @@ import pytest
 
 from mmtrain.config import config
 from mmtrain.config.device_choices import on_device
+from mmtrain.costs.cost_model import FlopsCosts
 from mmtrain.costs.job_costs import on_hardware
 from mmtrain.errors import ConfigError
+from mmtrain.spec.builders import model_spec
+from tests.costs.profiles import profile_of
 
 OPEN = config.load("debug_vlm.toml")
 
@@ -43,3 +46,12 @@ def test_a_choice_can_be_dumped_and_read(tmp_path):
 def test_a_simulated_job_goes_by_its_hardware(hardware, dtype):
     job = config.load("debug_vlm.toml", [f"planner.hardware={hardware}"] if hardware else [])
     assert on_hardware(job).training.mixed_precision_param == dtype
+
+
+@pytest.mark.parametrize(("dtype", "hardware"), [("bfloat16", "cpu"), ("float32", "a800")])
+def test_a_profile_says_what_an_open_choice_was_when_it_was_measured(tmp_path, dtype, hardware):
+    measured = config.load("debug_vlm.toml", [f"training.mixed_precision_param={dtype}"])
+    spec = model_spec(measured.model)
+    profile_of(measured, spec, FlopsCosts.of(measured.planner)).write(tmp_path / "profile.json")
+    keys = [f"planner.profile={tmp_path / 'profile.json'}", f"planner.hardware={hardware}"]
+    assert on_hardware(config.load("debug_vlm.toml", keys)).training.mixed_precision_param == dtype
