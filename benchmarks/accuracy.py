@@ -35,7 +35,7 @@ import torch
 from mmtrain.config import config as config_module
 from mmtrain.config.config import Config
 from mmtrain.costs.profile.profile import Profile
-from mmtrain.data.noise import noise_batch
+from mmtrain.data.noise_batches import noise_batch
 from mmtrain.local.driven_steps import timed_steps
 from mmtrain.local.profiler import profile_job
 from mmtrain.local.ranks import run_on_ranks

@@ -20,7 +20,7 @@ from stp import CONTENTION, ROWS
 from stp import problem as row_problem
 
 from mmtrain.config.planner import PlannerConfig
-from mmtrain.planner.plan import JobMethod, make_plan
+from mmtrain.planner.make_plan import JobMethod, make_plan
 from mmtrain.planner.search.search import search, warm
 from mmtrain.planner.search.search_options import SearchOptions
 from mmtrain.schedule.chain import plain_chain

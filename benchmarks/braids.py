@@ -33,9 +33,9 @@ from mmtrain.modality.metadata import DocumentMeta, IterationMeta, MicrobatchMet
 from mmtrain.models.batch import Batch, Microbatch
 from mmtrain.parallel import passes
 from mmtrain.parallel.bound_actions import BoundAction
-from mmtrain.parallel.build import build_local_model
 from mmtrain.parallel.feed import StepFeed
 from mmtrain.parallel.feeds.inputs import StepInputs
+from mmtrain.parallel.local_model import build_local_model
 from mmtrain.parallel.mesh import Mesh, build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime, StepOutcome
 from mmtrain.planner.iteration import IterationPlan, IterationPlanner
@@ -47,7 +47,7 @@ from mmtrain.schedule.passes.split import split_backwards
 from mmtrain.schedule.plan import Plan, entry_costs
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import simulate
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 
 EMULATED = ("Interleaved1F1B", "ZBV", "DualPipeV", "STP", "STP-lean")
 TOKENS, MICROBATCHES, VOCABULARY = 384, 4, 512

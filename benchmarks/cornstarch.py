@@ -27,11 +27,11 @@ from mmtrain.modality.metadata import DocumentMeta, ImageMeta, IterationMeta, Mi
 from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.batching import make_batching
 from mmtrain.planner.job_schedule import job_schedule
+from mmtrain.planner.make_plan import make_plan
+from mmtrain.planner.make_problem import make_problem
 from mmtrain.planner.memory.limit import MemoryRule
 from mmtrain.planner.memory.options import MemoryChoices
 from mmtrain.planner.partition.partition import Partition, Placed, divide_ranks, mixed_partition, partition
-from mmtrain.planner.plan import make_plan
-from mmtrain.planner.problem import make_problem
 from mmtrain.simulator.cut_search import Cut, best_cut
 from mmtrain.simulator.typical_iterations import TypicalIterations
 from mmtrain.spec.builders import DTYPE_BYTES, model_spec

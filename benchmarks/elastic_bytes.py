@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mmtrain.config.config import Config, each_pipeline, with_depths
 from mmtrain.planner.job import Job
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 
 
 def tensor_bytes(checkpoint: Path) -> dict[str, int]:

@@ -25,7 +25,7 @@ from mmtrain.checkpoint.files import complete_steps
 from mmtrain.config.config import Config
 from mmtrain.launch.processes import end_with_parent
 from mmtrain.simulator.allocation.compositions import Composition
-from mmtrain.simulator.allocation.elastic import ElasticLayouts
+from mmtrain.simulator.allocation.node_layouts import ElasticLayouts
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 600.0

@@ -42,7 +42,7 @@ from mmtrain.modality.typical import TypicalSizes
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.joint import search_iteration
-from mmtrain.planner.plan import make_plan
+from mmtrain.planner.make_plan import make_plan
 from mmtrain.planner.result import PlanResult
 from mmtrain.planner.search.search import search
 from mmtrain.planner.search.search_options import SearchOptions
@@ -54,7 +54,7 @@ from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import P2P, Option, PlanningProblem
 from mmtrain.schedule.simulate import simulate
 from mmtrain.schedule.timeline import Row, Timeline
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 from mmtrain.simulator.study import with_schedule
 from mmtrain.simulator.typical_iterations import usual_workload
 from mmtrain.simulator.workloads import draw

@@ -37,14 +37,14 @@ from mmtrain.modality.metadata import IterationMeta
 from mmtrain.parallel.layer_sums import LayerSums
 from mmtrain.parallel.mesh import Mesh, build_mesh
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.memory.rank_state import Sharding
+from mmtrain.planner.make_plan import make_plan
+from mmtrain.planner.memory.rank_bytes import Sharding
 from mmtrain.planner.partition.partition import Partition
-from mmtrain.planner.plan import make_plan
 from mmtrain.schedule.simulate import simulate
 from mmtrain.schedule.timeline import Timeline
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.drawn_steps import drawn_steps
+from mmtrain.simulator.make_job import make_job
 from mmtrain.simulator.pipeline_sums import PipelineSums
-from mmtrain.simulator.steps import drawn_steps
 from mmtrain.simulator.typical_iterations import usual_workload
 from mmtrain.spec.spec import ModelSpec
 

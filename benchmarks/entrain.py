@@ -37,8 +37,8 @@ from disttrain import disttrain
 from mmtrain.config import config
 from mmtrain.config.assignment import AssignmentConfig
 from mmtrain.config.config import Config
+from mmtrain.modality.equal_parts import split_evenly
 from mmtrain.modality.metadata import DocumentMeta, IterationMeta
-from mmtrain.modality.split import split_evenly
 from mmtrain.modality.typical import TypicalSizes
 from mmtrain.planner.assignment.assign import assign
 from mmtrain.planner.assignment.assignment import (
@@ -52,15 +52,15 @@ from mmtrain.planner.assignment.filling import AssignmentInput
 from mmtrain.planner.assignment.sample_costs import PassesNs, SamplePricer, cost_of, times
 from mmtrain.planner.assignment.step_assigner import StepAssigner, language_microbatches
 from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.make_plan import JobMethod, make_plan
 from mmtrain.planner.memory.limit import MemoryRule
-from mmtrain.planner.plan import JobMethod, make_plan
 from mmtrain.planner.result import PlanResult
 from mmtrain.planner.search.search import warm
 from mmtrain.planner.search_settings import search_seed
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.timeline import Timeline
 from mmtrain.simulator.allocation.stable_batch import proportional
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 from mmtrain.simulator.workloads import draw
 from mmtrain.spec.work_size import ZERO_WORK, WorkSize
 

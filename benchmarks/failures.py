@@ -22,11 +22,11 @@ from mmtrain.config import config
 from mmtrain.config.topology import JobLayout
 from mmtrain.simulator.allocation.compositions import Composition, Template, Templates
 from mmtrain.simulator.allocation.templates import TemplateMaker
+from mmtrain.simulator.failures.comparison import OOBLECK, OURS, compare, systems
 from mmtrain.simulator.failures.oobleck import LiteralTemplates, Oobleck, literal_templates
-from mmtrain.simulator.failures.replay import FailureCosts, Replay
-from mmtrain.simulator.failures.report import OOBLECK, OURS, compare, systems
 from mmtrain.simulator.failures.systems import BestComposition, LocalRule, ReRouting, System
 from mmtrain.simulator.failures.trace import read_trace
+from mmtrain.simulator.failures.trace_replay import FailureCosts, Replay
 
 TRACES = Path(__file__).parent / "traces"
 NODES = 80

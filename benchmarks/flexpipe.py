@@ -30,7 +30,7 @@ from peers_setups import CLUSTERS
 from tuning import OURS, best_flexpipe, show, tuned
 from tuning_peers import Setup
 
-from mmtrain.planner.plan import make_plan
+from mmtrain.planner.make_plan import make_plan
 from mmtrain.planner.search.search import warm
 from mmtrain.planner.search.search_options import SearchOptions
 from mmtrain.schedule.chain import plain_chain

@@ -22,7 +22,7 @@ from flexpipe_gpt import BATCH, MODES, Cut, Pipeline, Point, Result, pipeline, t
 from flexpipe_separation import separated_to_the_letter
 
 from mmtrain.errors import PlanError
-from mmtrain.planner.plan import JobMethod, make_plan
+from mmtrain.planner.make_plan import JobMethod, make_plan
 from mmtrain.schedule.graph import ModuleStages, Work
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import Option, PlanningProblem

@@ -20,12 +20,12 @@ from mmtrain.config import config
 from mmtrain.config.config import Config
 from mmtrain.costs.cost_model import CostModel
 from mmtrain.costs.machine import Machine
-from mmtrain.costs.operators.graph import OpKind
+from mmtrain.costs.operators.operator_graph import OpKind
 from mmtrain.errors import ConfigError, PlanError
 from mmtrain.modality.metadata import DocumentMeta, IterationMeta, MicrobatchMeta
 from mmtrain.planner.batching import SubMicrobatch, make_batching
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.memory.rank_state import Sharding
+from mmtrain.planner.memory.rank_bytes import Sharding
 from mmtrain.planner.partition.partition import Partition, partition
 from mmtrain.schedule.graph import ModuleStages
 from mmtrain.schedule.plan import Plan, exceeds
@@ -33,7 +33,7 @@ from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.recipe.flexpipe_types import WAYS
 from mmtrain.schedule.simulate import simulate
 from mmtrain.schedule.timeline import Timeline
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 from mmtrain.simulator.partition_choice import Choice
 from mmtrain.simulator.pipeline_sums import PipelineSums
 from mmtrain.simulator.whole_iteration import SimulatedPipeline

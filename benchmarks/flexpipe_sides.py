@@ -22,7 +22,7 @@ from operator import itemgetter
 from flexpipe_gpt import MODES, Cut, Point, Result, both_ways, pipeline, total_s
 from flexpipe_separation import separated_to_the_letter
 
-from mmtrain.planner.plan import JobMethod, make_plan
+from mmtrain.planner.make_plan import JobMethod, make_plan
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from accuracy import CASES, Case, iteration, job
 
-from mmtrain.data.noise import noise_batch
+from mmtrain.data.noise_batches import noise_batch
 from mmtrain.local.driven_steps import timed_steps
 from mmtrain.local.ranks import run_on_ranks
 from mmtrain.training.trainer import Trainer

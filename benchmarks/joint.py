@@ -31,7 +31,7 @@ from mmtrain.planner.joint import search_iteration
 from mmtrain.planner.result import PlanResult
 from mmtrain.planner.search.search import search, warm
 from mmtrain.planner.search_settings import search_options, search_seed
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 from mmtrain.simulator.typical_iterations import usual_workload
 from mmtrain.simulator.workloads import draw
 

@@ -16,7 +16,7 @@ from peers_setups import CLUSTERS
 from mmtrain.config import config as config_module
 from mmtrain.modality.typical import TypicalSizes
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.plan import JobMethod, make_plan
+from mmtrain.planner.make_plan import JobMethod, make_plan
 from mmtrain.planner.search_settings import PLANNED
 from mmtrain.schedule.action import RESULT_OF
 from mmtrain.schedule.graph import Edge
@@ -24,7 +24,7 @@ from mmtrain.schedule.items import Result
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import simulate
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 from mmtrain.simulator.study import with_schedule
 from mmtrain.simulator.typical_iterations import usual_workload
 from mmtrain.simulator.workloads import draw

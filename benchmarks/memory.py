@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 
 from mmtrain.config import config as config_module
 from mmtrain.config.config import Config
-from mmtrain.data.noise import noise_batch
+from mmtrain.data.noise_batches import noise_batch
 from mmtrain.local.driven_steps import timed_steps
 from mmtrain.local.profiler import profile_job
 from mmtrain.local.ranks import run_on_ranks
@@ -48,7 +48,7 @@ from mmtrain.models.build import build_chunk
 from mmtrain.models.initialise import init_weights
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.schedule.plan import held_bytes
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 from mmtrain.simulator.typical_iterations import WORKLOAD
 from mmtrain.simulator.workloads import draw
 from mmtrain.training.trainer import Trainer

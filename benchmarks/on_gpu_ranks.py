@@ -27,7 +27,7 @@ from one_gpu import SIZES, batches, job
 
 from mmtrain.config import config as config_module
 from mmtrain.config.config import Config
-from mmtrain.data.noise import noise_batch
+from mmtrain.data.noise_batches import noise_batch
 from mmtrain.local.driven_steps import TimedStep, timed_steps
 from mmtrain.local.ranks import run_on_ranks
 from mmtrain.modality.metadata import IterationMeta

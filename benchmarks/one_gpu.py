@@ -39,7 +39,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from mmtrain.config import config as config_module
 from mmtrain.config.config import Config
-from mmtrain.data.noise import noise_batch
+from mmtrain.data.noise_batches import noise_batch
 from mmtrain.local.driven_steps import timed_steps
 from mmtrain.local.ranks import run_on_ranks
 from mmtrain.modality.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
@@ -48,7 +48,7 @@ from mmtrain.models.projector import Projector
 from mmtrain.models.reference import ReferenceModel
 from mmtrain.observe.reporter import peak_flops
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 from mmtrain.spec.builders import model_spec
 from mmtrain.training import trainer as mmtrain_trainer
 

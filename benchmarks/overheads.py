@@ -23,7 +23,7 @@ from mmtrain.config.topology import JobLayout
 from mmtrain.costs.overheads import Overheads, charged
 from mmtrain.local.ranks import run_on_ranks
 from mmtrain.parallel.mesh import build_mesh
-from mmtrain.planner.plan import make_plan
+from mmtrain.planner.make_plan import make_plan
 from mmtrain.schedule.chain import plain_chain
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.passes.lower import Program, lower

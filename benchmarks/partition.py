@@ -36,10 +36,10 @@ from mmtrain.errors import ConfigError
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.modality.typical import TypicalSizes
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.plan import JobMethod, make_plan
+from mmtrain.planner.make_plan import JobMethod, make_plan
 from mmtrain.planner.search_settings import search_seed
 from mmtrain.simulator.cuts import MOST_SEGMENTS
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 from mmtrain.simulator.typical_iterations import MOST_MICROBATCHES, TypicalIterations, usual_workload
 from mmtrain.simulator.whole_iteration import IterationSimulator
 from mmtrain.simulator.workloads import draw
@@ -195,7 +195,7 @@ def choices(names: Sequence[str], num_iterations: int, keys: Sequence[str]) -> N
 FRESH = """
 import sys, time
 from benchmarks import partition
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 job = partition.open_job(sys.argv[1], *sys.argv[2:])
 imported_s, wall_s = time.process_time(), time.perf_counter()
 made = make_job(job)

@@ -33,10 +33,10 @@ from mmtrain.modality.metadata import IterationMeta
 from mmtrain.modality.typical import TypicalSizes
 from mmtrain.planner.batching import make_batching
 from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.make_plan import JobMethod, make_plan
 from mmtrain.planner.memory.limit import MemoryRule
-from mmtrain.planner.memory.rank_state import RankBytes, Sharding
+from mmtrain.planner.memory.rank_bytes import RankBytes, Sharding
 from mmtrain.planner.partition.partition import Partition, mixed_partition
-from mmtrain.planner.plan import JobMethod, make_plan
 from mmtrain.planner.result import PlanResult
 from mmtrain.planner.search.chains import Start, TreeChain
 from mmtrain.planner.search.evaluate import LAST_ITERATIONS, evaluate
@@ -50,7 +50,7 @@ from mmtrain.schedule.plan import Plan, check, exceeds, held_bytes
 from mmtrain.schedule.problem import Option, PlanningProblem
 from mmtrain.schedule.simulate import simulate
 from mmtrain.schedule.timeline import Timeline
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 from mmtrain.simulator.typical_iterations import TypicalIterations, usual_workload
 from mmtrain.simulator.workloads import draw
 

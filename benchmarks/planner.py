@@ -35,8 +35,8 @@ from blind_chains import BLIND
 from planner_problems import problem, reference
 
 from mmtrain.planner.bound import lower_bound_s
+from mmtrain.planner.make_plan import make_plan
 from mmtrain.planner.memory_bound import memory_bound_s
-from mmtrain.planner.plan import make_plan
 from mmtrain.planner.search.evaluate import anneal, choose, evaluate, fit_memory, start_chain
 from mmtrain.planner.search.instance import Searched
 from mmtrain.planner.search.kernels.arrays import NEEDS_B, Chain

@@ -16,10 +16,10 @@ from mmtrain.config import config as config_module
 from mmtrain.costs.machine import Machine
 from mmtrain.modality.typical import TypicalSizes
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.memory.rank_state import Sharding
+from mmtrain.planner.memory.rank_bytes import Sharding
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.problem import Option, PlanningProblem
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 from mmtrain.simulator.typical_iterations import usual_workload
 from mmtrain.simulator.workloads import draw
 

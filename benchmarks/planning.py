@@ -14,11 +14,11 @@ from pathlib import Path
 from mmtrain.config import config
 from mmtrain.modality.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.plan import make_plan
+from mmtrain.planner.make_plan import make_plan
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.passes.lower import lower
 from mmtrain.schedule.transport import check_transport
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 
 
 def batch() -> IterationMeta:

@@ -16,11 +16,11 @@ import time
 from mmtrain.schedule.chain import chain_problem
 from mmtrain.schedule.engine import Engine
 from mmtrain.schedule.recipe import Recipe, kernel
-from mmtrain.schedule.recipe.arrays import Arrays
-from mmtrain.schedule.recipe.bound import Bound
+from mmtrain.schedule.recipe.bound_recipe import Bound
 from mmtrain.schedule.recipe.flexpipe_types import flexpipe_types, graph_of
+from mmtrain.schedule.recipe.kernel_state import Arrays
 from mmtrain.schedule.recipe.policy import plan_of
-from mmtrain.schedule.recipe.ranks import Ranks
+from mmtrain.schedule.recipe.rank_policy import Ranks
 from mmtrain.schedule.recipe.shared import Shared
 
 

@@ -26,7 +26,7 @@ from mmtrain.models.loss import LossOutput
 from mmtrain.parallel.mesh import Mesh, build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.parallel.stage import ModalityStage
-from mmtrain.planner.plan import make_plan
+from mmtrain.planner.make_plan import make_plan
 from mmtrain.schedule.action import WAITS
 from mmtrain.schedule.chain import plain_chain
 from mmtrain.schedule.library.catalogue import CATALOGUE

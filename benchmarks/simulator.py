@@ -24,16 +24,16 @@ from mmtrain.config import config
 from mmtrain.costs.cost_model import equal_layers
 from mmtrain.costs.operator_costs import OperatorCosts
 from mmtrain.costs.operators.execution import run
-from mmtrain.costs.operators.graph import Device, DeviceKind, Graph, Operator, OpKind, Phase
 from mmtrain.costs.operators.hardware import load_hardware
 from mmtrain.costs.operators.latency import Latencies
+from mmtrain.costs.operators.operator_graph import Device, DeviceKind, Graph, Operator, OpKind, Phase
 from mmtrain.modality.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
 from mmtrain.planner.batching import Batching
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.plan import make_plan
+from mmtrain.planner.make_plan import make_plan
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.plan import Plan
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 from mmtrain.spec.spec import documents_work, images_work
 from mmtrain.spec.work_size import Rates, WorkSize
 

@@ -32,7 +32,7 @@ from mmtrain.schedule.passes.offload import offload
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import simulate
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 from mmtrain.spec.spec import ModelSpec
 
 CONTENTION = load_hardware("a800").contention

@@ -24,9 +24,9 @@ from mmtrain.commands.sample_files import drawn_costs
 from mmtrain.config import config
 from mmtrain.config.topology import JobLayout
 from mmtrain.simulator.allocation.candidate import Candidate
+from mmtrain.simulator.allocation.candidate_judge import Effort, Judge
 from mmtrain.simulator.allocation.compositions import Template, Templates
 from mmtrain.simulator.allocation.degrees import values_of
-from mmtrain.simulator.allocation.judge import Effort, Judge
 from mmtrain.simulator.allocation.mapping import map_stages
 from mmtrain.simulator.allocation.templates import TemplateMaker
 

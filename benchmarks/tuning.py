@@ -46,17 +46,17 @@ from mmtrain.config.sections import CommConfig
 from mmtrain.config.topology import JobLayout
 from mmtrain.local.ranks import run_on_ranks
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.plan import JobMethod, make_plan
+from mmtrain.planner.make_plan import JobMethod, make_plan
 from mmtrain.planner.search.search import warm
 from mmtrain.planner.search_settings import search_seed
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
+from mmtrain.simulator.allocation.candidate_judge import GIB, Effort, Judge, Judged
 from mmtrain.simulator.allocation.degrees import values_of
-from mmtrain.simulator.allocation.judge import GIB, Effort, Judge, Judged
 from mmtrain.simulator.allocation.space import AXES, Space
 from mmtrain.simulator.allocation.tune import Tuned, Tuner
-from mmtrain.simulator.job import make_job
-from mmtrain.simulator.steps import divided
+from mmtrain.simulator.drawn_steps import divided
+from mmtrain.simulator.make_job import make_job
 
 PROCESSES = 2
 OURS = "mmtrain, tuned"

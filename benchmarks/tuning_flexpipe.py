@@ -24,7 +24,7 @@ from mmtrain.schedule.problem import P2P, Option, PlanningProblem
 from mmtrain.schedule.recipe import kernel
 from mmtrain.schedule.recipe.flexpipe_types import flexpipe_types, graph_of
 from mmtrain.schedule.recipe.grid import RecipeGrid, Score
-from mmtrain.simulator.job import job_spec
+from mmtrain.simulator.make_job import job_spec
 from mmtrain.spec.work_size import WorkSize
 
 BATCH, SEQ_LEN, WIDTH, LAYERS = 128, 512, 2560, 64

@@ -27,7 +27,7 @@ from mmtrain.costs.machine import Machine
 from mmtrain.errors import ConfigError, PlanError
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.memory.rank_state import RankBytes, Sharding
+from mmtrain.planner.memory.rank_bytes import RankBytes, Sharding
 from mmtrain.schedule.library.catalogue import CATALOGUE, Schedule
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
@@ -37,8 +37,8 @@ from mmtrain.schedule.recipe.policy import plan_of
 from mmtrain.schedule.simulate import simulate
 from mmtrain.schedule.timeline import Timeline
 from mmtrain.simulator.allocation.degrees import meshes, values_of
+from mmtrain.simulator.drawn_steps import StepMicrobatches, divided, drawn_steps
 from mmtrain.simulator.pipeline_sums import PipelineSums
-from mmtrain.simulator.steps import StepMicrobatches, divided, drawn_steps
 from mmtrain.simulator.typical_iterations import usual_workload
 
 MOST_CP = 2

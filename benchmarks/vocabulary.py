@@ -26,12 +26,12 @@ from mmtrain.costs.cost_model import CostModel
 from mmtrain.costs.job_costs import cost_model
 from mmtrain.modality.metadata import DocumentMeta, IterationMeta, MicrobatchMeta
 from mmtrain.planner.batching import make_batching
+from mmtrain.planner.make_plan import JobMethod, make_plan
+from mmtrain.planner.make_problem import make_problem
 from mmtrain.planner.partition.partition import Partition, partition
-from mmtrain.planner.plan import JobMethod, make_plan
-from mmtrain.planner.problem import make_problem
 from mmtrain.planner.search.search_options import SearchOptions
 from mmtrain.schedule.library.catalogue import CATALOGUE
-from mmtrain.simulator.job import job_spec, make_job
+from mmtrain.simulator.make_job import job_spec, make_job
 from mmtrain.spec.spec import ModelSpec
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"

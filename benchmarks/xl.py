@@ -18,14 +18,14 @@ from pathlib import Path
 from mmtrain.config import config
 from mmtrain.config.config import Config
 from mmtrain.costs.operator_costs import OperatorCosts
-from mmtrain.costs.operators.graph import OpKind
 from mmtrain.costs.operators.hardware import load_hardware
+from mmtrain.costs.operators.operator_graph import OpKind
 from mmtrain.modality.typical import TypicalSizes
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.run_page.breakdown_chart import drawing
 from mmtrain.schedule.view.draw import painted
 from mmtrain.simulator.breakdown import TimePart
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 from mmtrain.simulator.study import ScheduleForecast, SimulationQuestion, simulate_job
 from mmtrain.simulator.study_report import breakdown_rows
 from mmtrain.simulator.typical_iterations import usual_workload

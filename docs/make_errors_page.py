@@ -115,7 +115,7 @@ GROUPS = (
         "Memory",
         (
             "planner/memory/limit.py",
-            "planner/problem.py",
+            "planner/make_problem.py",
             "planner/iteration.py",
             "schedule/library/",
             "observe/out_of_memory.py",

@@ -20,7 +20,7 @@ from mmtrain.models.diffusion import ClipNoise
 from mmtrain.models.reference import ReferenceModel
 from mmtrain.models.spectrogram import row_patches
 from mmtrain.spec.model_configs import encoder_config
-from mmtrain.spec.shapes import dit_shape
+from mmtrain.spec.model_shapes import dit_shape
 from mmtrain.spec.spec import ModelSpec
 from mmtrain.spec.vae_shapes import PIXEL_CHANNELS, LatentScale, latent_scale
 from mmtrain.spec.vision_shapes import vision_shape

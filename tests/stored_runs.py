@@ -22,7 +22,7 @@ from mmtrain.models.build import build_chunk
 from mmtrain.models.chunk import Chunk
 from mmtrain.models.initialise import init_weights
 from mmtrain.spec.builders import model_spec
-from mmtrain.spec.shapes import language_shape
+from mmtrain.spec.model_shapes import language_shape
 from tests.lora import fill_adapters
 
 

@@ -12,8 +12,8 @@ from mmtrain.checkpoint.run_folder import open_run
 from mmtrain.commands import cli
 from mmtrain.config import config
 from mmtrain.errors import ConfigError
-from mmtrain.run_page.charts import charts as charts_of
 from mmtrain.run_page.numbers import numbers
+from mmtrain.run_page.page_charts import charts as charts_of
 from mmtrain.run_page.runs import read_run
 from tests.jobs import SHALLOW, die_at, failing, layout, metrics, train, write_config
 from tests.ranks import run_ranks

@@ -12,7 +12,7 @@ from mmtrain.config.optimizer import OptimizerConfig
 from mmtrain.errors import ConfigError
 from mmtrain.export.folder import export
 from mmtrain.parallel.optim import build_optimizers
-from mmtrain.planner.memory.rank_state import Sharding
+from mmtrain.planner.memory.rank_bytes import Sharding
 from mmtrain.simulator.partition_choice import partition_of
 from mmtrain.spec.builders import model_spec
 from tests.jobs import SHALLOW, finished, layout, metrics, train, write_config

@@ -8,7 +8,7 @@ import pytest
 
 from mmtrain.config import config
 from mmtrain.data.loader import Loader
-from mmtrain.run_page.charts import charts as charts_of
+from mmtrain.run_page.page_charts import charts as charts_of
 from mmtrain.run_page.runs import read_run
 from tests.data.test_mixture import write_llava
 from tests.jobs import SHALLOW, die_at, layout, metrics, train, world_size, write_config

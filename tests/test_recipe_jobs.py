@@ -9,7 +9,7 @@ import torch
 from mmtrain.config import config
 from mmtrain.errors import ConfigError
 from mmtrain.parallel.stage import ModalityStage
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 from tests.jobs import SHALLOW, finished, layout, metrics, train, world_size, write_config
 from tests.ranks import run_ranks
 from tests.test_trainer import CURVE_TOLERANCE

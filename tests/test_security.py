@@ -19,7 +19,7 @@ from mmtrain.data.media import raw_image
 from mmtrain.data.sources import open_source
 from mmtrain.data.tokenizer import SHIPPED, load_tokenizer
 from mmtrain.errors import ConfigError, DataError
-from mmtrain.schedule.recipe.files import schedule_of
+from mmtrain.schedule.recipe.schedule_files import schedule_of
 from tests.jobs import write_config
 
 

@@ -8,7 +8,7 @@ from mmtrain.commands.cli import main
 from mmtrain.config import config
 from mmtrain.data.questions import Decoding
 from mmtrain.inference.answering import Answerer, Sampling
-from mmtrain.run_page.charts import charts
+from mmtrain.run_page.page_charts import charts
 from mmtrain.run_page.runs import read_run
 from tests.jobs import layout, metrics, train
 from tests.ranks import run_ranks

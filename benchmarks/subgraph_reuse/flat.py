@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from mmtrain.costs.operators.graph import Device, Graph, Operator, TensorNode
 from mmtrain.costs.operators.latency import Floats, Latencies
+from mmtrain.costs.operators.operator_graph import Device, Graph, Operator, TensorNode
 from mmtrain.spec.work_size import Rates, WorkSize
 from subgraph_reuse.nest import Leaf, Nest, Source
 

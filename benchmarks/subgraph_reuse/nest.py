@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from mmtrain.costs.operators.graph import Device, Graph, topological
+from mmtrain.costs.operators.operator_graph import Device, Graph, topological
 from mmtrain.errors import PlanError
 from mmtrain.spec.work_size import ZERO_WORK, WorkSize
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from mmtrain.checkpoint.copy_plan import Shard, copy_plan
 from mmtrain.checkpoint.messages import BoxMessage, Round, rounds_of
-from mmtrain.checkpoint.rows import shard_of
 from mmtrain.checkpoint.shard_tables import gather_tables
 from mmtrain.checkpoint.state import NamedTensors
+from mmtrain.checkpoint.tensor_boxes import shard_of
 from mmtrain.parallel.fill import LocalPart
 from mmtrain.parallel.torch_private import raw_part
 

@@ -19,7 +19,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from mmtrain.checkpoint.files import STATE, StoredCheckpoint
-from mmtrain.checkpoint.rows import RowsOf
+from mmtrain.checkpoint.tensor_boxes import RowsOf
 from mmtrain.config.config import Config
 from mmtrain.config.intervals import Interval
 from mmtrain.config.toml_sections import to_dict

@@ -137,7 +137,7 @@ def _print_grid(args: argparse.Namespace, job: "Config", costs: "SampleCosts") -
 
     from mmtrain.errors import for_terminal
     from mmtrain.simulator.allocation.allocate import HEADER, allocate, described
-    from mmtrain.simulator.allocation.judge import GIB
+    from mmtrain.simulator.allocation.candidate_judge import GIB
 
     with tqdm(total=args.finalists, unit="candidate", disable=not sys.stderr.isatty(), leave=False) as bar:
         answer = allocate(

@@ -29,7 +29,7 @@ from mmtrain.commands import (
     simulate,
     tune,
 )
-from mmtrain.commands.elastic import node_counts, train_node, train_on_nodes
+from mmtrain.commands.elastic_nodes import node_counts, train_node, train_on_nodes
 from mmtrain.config import config
 from mmtrain.errors import ConfigError, MMTrainError, for_terminal, nearest
 from mmtrain.launch.device_allocator import set_allocator

@@ -168,7 +168,7 @@ def _refuse_samples(job: Config, split: str, most: int) -> None:
     if split != job.data.split or (job.data.on_error, job.data.too_long) == ("skip", "skip"):
         return
     from mmtrain.data.statistics import spread
-    from mmtrain.data.steps import StepMaker
+    from mmtrain.data.step_maker import StepMaker
 
     maker = StepMaker(job, split=split, shuffle=False, dp_rank=0, dp_degree=1)
     for number in spread(maker.num_samples, most):

@@ -165,9 +165,9 @@ def _memory(job: "Config") -> tuple[float, float]:
     from mmtrain.config.config import of_pipeline
     from mmtrain.data.loader import Loader
     from mmtrain.planner.iteration import IterationPlanner
+    from mmtrain.planner.make_plan import make_plan
     from mmtrain.planner.memory.limit import MemoryRule
-    from mmtrain.planner.plan import make_plan
-    from mmtrain.simulator.job import make_job
+    from mmtrain.simulator.make_job import make_job
 
     made = make_job(of_pipeline(job, 0))
     budget = MemoryRule.of(job, device_bytes=1e18).budget(made.spec, made.partition)

@@ -7,9 +7,9 @@ from mmtrain.config.model import ModelConfig
 from mmtrain.errors import shown
 from mmtrain.launch.processes import check_temporary_folder
 from mmtrain.modality.buckets import check_video
-from mmtrain.modality.readers import check_readable
+from mmtrain.modality.encoder_choice import check_readable
 from mmtrain.schedule.library.names import is_recipe
-from mmtrain.simulator.job import check_nodes, job_spec, make_job
+from mmtrain.simulator.make_job import check_nodes, job_spec, make_job
 from mmtrain.spec.job_files import check_files
 
 

@@ -7,7 +7,7 @@ from typing import get_args
 from mmtrain.config.memory_amount import show_bytes
 from mmtrain.config.planner import Strategy
 from mmtrain.errors import ConfigError
-from mmtrain.schedule.limits import THREADS
+from mmtrain.schedule.number_ranges import THREADS
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -47,8 +47,8 @@ def _plan(args: argparse.Namespace) -> int:
     import time
 
     from mmtrain.costs.noise import MOST, Noise
+    from mmtrain.planner.make_plan import make_plan
     from mmtrain.planner.memory_bound import over_bounds
-    from mmtrain.planner.plan import make_plan
     from mmtrain.planner.plan_json import plan_to_json
     from mmtrain.planner.search.search import warm
     from mmtrain.planner.search.search_options import SearchOptions

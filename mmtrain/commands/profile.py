@@ -41,7 +41,7 @@ def _profile(args: argparse.Namespace) -> int:
 
     from mmtrain.costs.operators.hardware import load_hardware
     from mmtrain.errors import ConfigError
-    from mmtrain.simulator.job import job_spec, make_job
+    from mmtrain.simulator.make_job import job_spec, make_job
 
     for name, value in (("--rounds", args.rounds), ("--steps", args.steps), ("--samples", args.samples)):
         if value is not None and value < 1:
@@ -73,7 +73,7 @@ def _profile(args: argparse.Namespace) -> int:
     if hardware:
         load_hardware(hardware)  # raises if it does not exist
     from mmtrain.costs.profile.calibration import calibrate
-    from mmtrain.costs.profile.table import table
+    from mmtrain.costs.profile.profile_table import table
     from mmtrain.local.profiler import profile_job
     from mmtrain.modality.submesh import Submesh
 

@@ -21,7 +21,7 @@ def read_costs(job: Config, most: int) -> SampleCosts:
     Raises: ConfigError: the data do not exist or do not fit the model. DataError: no sample is usable.
     """
     from mmtrain.data.packing import LoaderState
-    from mmtrain.data.steps import StepMaker
+    from mmtrain.data.step_maker import StepMaker
 
     maker = StepMaker(job, split=job.data.split, shuffle=job.data.shuffle, dp_rank=0, dp_degree=1)
     samples, is_whole = maker.first_samples(LoaderState(seed=job.debug.seed), most)

@@ -89,7 +89,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 def _list(args: argparse.Namespace) -> int:
     from mmtrain.schedule.library.catalogue import CATALOGUE
-    from mmtrain.schedule.recipe.files import schedule_of
+    from mmtrain.schedule.recipe.schedule_files import schedule_of
 
     for schedule in [schedule_of(name, args.pp) for name in args.files] or CATALOGUE.values():
         print(f"{schedule.name:22s} {schedule.idea}")
@@ -204,7 +204,7 @@ def _compare(args: argparse.Namespace) -> int:
     from mmtrain.planner.search_settings import PLANNED
     from mmtrain.schedule.library.catalogue import CATALOGUE
     from mmtrain.schedule.library.names import check_name, file_of
-    from mmtrain.schedule.recipe.files import schedule_of
+    from mmtrain.schedule.recipe.schedule_files import schedule_of
 
     check_options(args, "compare")
     if args.evaluations < 1 or args.seed < 0:

@@ -147,7 +147,7 @@ def planner_of(args: argparse.Namespace) -> Planner:
         return _of_config(args)
     from mmtrain.schedule.chain import plain_chain
     from mmtrain.schedule.problem import PlanningProblem
-    from mmtrain.schedule.recipe.files import schedule_of
+    from mmtrain.schedule.recipe.schedule_files import schedule_of
 
     given = PlanningProblem.read(args.problem) if args.problem else None
     costs = chain_costs(args.costs)
@@ -182,7 +182,7 @@ def _of_config(args: argparse.Namespace) -> Planner:
     from mmtrain.planner.joint import search_iteration
     from mmtrain.planner.search.search import search as search_orders
     from mmtrain.planner.search_settings import search_options
-    from mmtrain.simulator.job import make_job
+    from mmtrain.simulator.make_job import make_job
 
     job, number = on_hardware(config.load(args.config, args.overrides)), args.batch or 0
     layout = job.parallelism.layout
@@ -221,7 +221,7 @@ def _plan(
     search: PlannerSearch | None,
     section: "PlannerConfig | None",
 ) -> ScheduledPlan:
-    from mmtrain.planner.plan import JobMethod, make_plan
+    from mmtrain.planner.make_plan import JobMethod, make_plan
     from mmtrain.schedule.passes import lower as lowering
 
     method = JobMethod.searching(schedule, section, seed=search.seed) if search and section else schedule

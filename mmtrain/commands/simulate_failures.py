@@ -114,9 +114,9 @@ def print_failures(args: argparse.Namespace, job: "Config") -> None:
     from mmtrain.errors import ConfigError, for_terminal
     from mmtrain.simulator.allocation.template_report import described
     from mmtrain.simulator.allocation.templates import TemplateMaker
-    from mmtrain.simulator.failures import report
+    from mmtrain.simulator.failures import comparison
     from mmtrain.simulator.failures.oobleck import literal_templates
-    from mmtrain.simulator.failures.replay import FailureCosts
+    from mmtrain.simulator.failures.trace_replay import FailureCosts
 
     trace = _trace(args)
     nodes = trace.most_nodes
@@ -142,13 +142,13 @@ def print_failures(args: argparse.Namespace, job: "Config") -> None:
         checkpoint_s=args.checkpoint_s,
         checkpoint_every=args.checkpoint_every,
     )
-    found = report.compare(trace, report.systems(templates, literal), templates, costs)
+    found = comparison.compare(trace, comparison.systems(templates, literal), templates, costs)
     events, hours = len(trace.events) - 1, trace.events[-1].time_s / 3600
     print(for_terminal(f"{events} events in {hours:.1f} h, at most {nodes} nodes of {maker.per_node} GPUs"))
     sizes = f"n_0 = {templates.templates[0].nodes} (Oobleck's {literal.simulated.templates[0].nodes})"
     print(f"stages of {described(stage)}; {sizes}; at least {args.max_failures + 1} pipelines\n")
-    print(report.table_of_systems(found))
-    print(report.table_of_intervals(found), end="")
+    print(comparison.table_of_systems(found))
+    print(comparison.table_of_intervals(found), end="")
 
 
 def _trace(args: argparse.Namespace) -> "Trace":

@@ -18,7 +18,7 @@ from mmtrain.errors import ConfigError
 if TYPE_CHECKING:
     from mmtrain.simulator.allocation.space import Space
     from mmtrain.simulator.allocation.tune import Tuned
-    from mmtrain.simulator.steps import StepMicrobatches
+    from mmtrain.simulator.drawn_steps import StepMicrobatches
 
 EVALUATIONS = 200
 """Plans that a search of the last look tries, at most."""
@@ -70,8 +70,8 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 def _tune(args: argparse.Namespace) -> int:
     from mmtrain.errors import for_terminal
     from mmtrain.planner.search.search import warm
+    from mmtrain.simulator.allocation.candidate_judge import Effort, Judge
     from mmtrain.simulator.allocation.degrees import check_grid
-    from mmtrain.simulator.allocation.judge import Effort, Judge
     from mmtrain.simulator.allocation.tune import Tuner
     from mmtrain.simulator.allocation.tune_report import table, toml
 
@@ -210,7 +210,7 @@ def _steps(args: argparse.Namespace, job: config.Config) -> "Callable[[config.Co
     """The steps of a job, from samples or from a workload."""
     from mmtrain.modality.typical import typical_side
     from mmtrain.planner.assignment.sample_costs import SampleCosts
-    from mmtrain.simulator.steps import StepMicrobatches, drawn_steps, packed_step
+    from mmtrain.simulator.drawn_steps import StepMicrobatches, drawn_steps, packed_step
     from mmtrain.simulator.typical_iterations import usual_workload
 
     workload = args.workload or usual_workload(job)

@@ -6,7 +6,7 @@ from mmtrain.costs.cost_model import CostModel, FlopsCosts
 from mmtrain.costs.measured_costs import MeasuredCosts
 from mmtrain.costs.operator_costs import OperatorCosts
 from mmtrain.costs.operators.cluster import Cluster
-from mmtrain.costs.operators.graph import DeviceKind
+from mmtrain.costs.operators.operator_graph import DeviceKind
 from mmtrain.costs.profile.profile import Profile
 from mmtrain.errors import ConfigError
 from mmtrain.modality.submesh import Submesh

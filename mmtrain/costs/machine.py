@@ -7,7 +7,7 @@ from typing import Protocol
 from mmtrain.config.config import Config
 from mmtrain.costs.cost_model import FlopsCosts
 from mmtrain.costs.operators.cluster import Cluster, sent_bytes
-from mmtrain.costs.operators.graph import OpKind
+from mmtrain.costs.operators.operator_graph import OpKind
 from mmtrain.errors import ConfigError
 from mmtrain.schedule.problem import P2P
 from mmtrain.spec.builders import DTYPE_BYTES

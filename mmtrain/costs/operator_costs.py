@@ -14,10 +14,10 @@ from mmtrain.costs.cost_model import HostCopy, LayerTimes, equal_layers
 from mmtrain.costs.noise import EXACT, Noise
 from mmtrain.costs.operators.cluster import Cluster
 from mmtrain.costs.operators.execution import makespan_s
-from mmtrain.costs.operators.graph import DeviceKind, Graph, OpKind, Phase
 from mmtrain.costs.operators.latency import Floats, Latencies, LatencyRule
 from mmtrain.costs.operators.layer_builder import LinkedDivision
 from mmtrain.costs.operators.layers import LayerDescriber, divides_layer
+from mmtrain.costs.operators.operator_graph import DeviceKind, Graph, OpKind, Phase
 from mmtrain.costs.overheads import Overheads
 from mmtrain.errors import ConfigError
 from mmtrain.families.shapes import LanguageShape
@@ -26,7 +26,7 @@ from mmtrain.modality.submesh import Submesh
 from mmtrain.schedule.problem import P2P
 from mmtrain.spec.builders import DTYPE_BYTES
 from mmtrain.spec.linears import adapted_linears
-from mmtrain.spec.modules import ModuleShape, projection_of, shape_of
+from mmtrain.spec.module_sizes import ModuleShape, projection_of, shape_of
 from mmtrain.spec.recomputation import ATTENTION, PRODUCTS, Recomputation
 from mmtrain.spec.spec import ModelSpec, ModuleSpec
 from mmtrain.spec.work_size import WorkSize

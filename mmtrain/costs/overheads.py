@@ -8,7 +8,7 @@ finds plans of many short actions, which look good only in the simulator.
 from dataclasses import dataclass, fields, replace
 
 from mmtrain.schedule.action import Kind
-from mmtrain.schedule.limits import SECONDS
+from mmtrain.schedule.number_ranges import SECONDS
 from mmtrain.schedule.problem import Option, PlanningProblem
 
 

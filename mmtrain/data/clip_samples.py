@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mmtrain.config.config import Config
-from mmtrain.data.clips import Clip, ClipProcessor
+from mmtrain.data.clip_processor import Clip, ClipProcessor
 from mmtrain.data.packing import BinLimit, LoaderState
 from mmtrain.data.sources import Sources
 from mmtrain.data.tokenizer import job_tokenizer

@@ -35,7 +35,7 @@ from mmtrain.data.record_parts import (
 )
 from mmtrain.data.sources import MakeRecord, RecordKind
 from mmtrain.errors import ConfigError, DataError, shown
-from mmtrain.modality.readers import readers_of_kinds
+from mmtrain.modality.encoder_choice import readers_of_kinds
 
 
 def kinds_of(model: ModelConfig) -> Mapping[str, MediumKind]:

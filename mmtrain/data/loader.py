@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from mmtrain import errors
 from mmtrain.config.config import Config
 from mmtrain.data.packing import LoaderState
-from mmtrain.data.steps import StepMaker
+from mmtrain.data.step_maker import StepMaker
 from mmtrain.errors import ConfigError, DataError, MMTrainError
 from mmtrain.launch.processes import STOPS, stops_held
 from mmtrain.modality.metadata import IterationMeta

@@ -21,14 +21,14 @@ from mmtrain.data.pixels import PixelRules, blank, decode, header_size, pixel_ru
 from mmtrain.data.sounds import heard, open_sound, spectrograms
 from mmtrain.errors import ConfigError, DataError, shown
 from mmtrain.families.catalogue import COMPOSITES
+from mmtrain.modality.encoder_choice import readers_of_kinds
 from mmtrain.modality.geometry import ImageGeometry, model_geometry
 from mmtrain.modality.metadata import ImageMeta
-from mmtrain.modality.readers import readers_of_kinds
 from mmtrain.modality.sounds import SoundRules, sound_rules
 from mmtrain.modality.videos import VIDEO_ENCODERS, VideoRules, video_rules
 from mmtrain.spec.hub_files import processor_config
 from mmtrain.spec.model_configs import encoder_config
-from mmtrain.spec.modules import whole_kind
+from mmtrain.spec.module_sizes import whole_kind
 from mmtrain.spec.vision_shapes import vision_shape
 
 VISION_MARKERS = ("<|vision_start|>", "<|vision_end|>")

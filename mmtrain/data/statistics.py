@@ -9,7 +9,7 @@ import numpy as np
 from mmtrain.config.config import Config
 from mmtrain.data.packing import LoaderState
 from mmtrain.data.processor import Document
-from mmtrain.data.steps import made_of, samples_of
+from mmtrain.data.step_maker import made_of, samples_of
 from mmtrain.errors import DataError
 from mmtrain.modality.metadata import sample_name
 

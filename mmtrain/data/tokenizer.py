@@ -19,7 +19,7 @@ from mmtrain.families.catalogue import COMPOSITES
 from mmtrain.spec.hub_files import fetched, find_file, local_path, no_folder, read_json, unreachable
 from mmtrain.spec.job_files import check_steps, check_tokenizer
 from mmtrain.spec.model_configs import language_config
-from mmtrain.spec.modules import whole_kind
+from mmtrain.spec.module_sizes import whole_kind
 
 SHIPPED = Path(__file__).resolve().parent.parent / "assets" / "tokenizer"
 """Folder of the default tokenizer, of `tokenizer.path = ""`."""

@@ -37,10 +37,10 @@ from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.errors import ConfigError
 from mmtrain.export.adapter_folders import ExportForm, plain
 from mmtrain.export.older_readers import add_older_keys
-from mmtrain.export.towers import export_tower
-from mmtrain.export.whole import caption_tokenizer, end_as_trained, export_whole
+from mmtrain.export.tower_folders import export_tower
+from mmtrain.export.whole_folder import caption_tokenizer, end_as_trained, export_whole
 from mmtrain.families.catalogue import COMPOSITES, PROJECTORS
-from mmtrain.launch.whole_files import new_folder
+from mmtrain.launch.atomic_files import new_folder
 from mmtrain.modality.buckets import latent_channels
 from mmtrain.models.adapters import decoder
 from mmtrain.models.chunk import Chunk, LanguageChunk, VisionChunk
@@ -53,8 +53,8 @@ from mmtrain.spec.composites import class_name, selected_features
 from mmtrain.spec.contrast import CONTRAST
 from mmtrain.spec.hub_files import find_file
 from mmtrain.spec.model_configs import dit_config, encoder_config, language_config
-from mmtrain.spec.modules import projector_sizes, whole_kind
-from mmtrain.spec.shapes import language_shape
+from mmtrain.spec.model_shapes import language_shape
+from mmtrain.spec.module_sizes import projector_sizes, whole_kind
 from mmtrain.spec.vision_shapes import vision_shape
 
 MAX_SHARD_SIZE = "5GB"

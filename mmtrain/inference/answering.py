@@ -28,7 +28,7 @@ from mmtrain.data.record_parts import placeholder
 from mmtrain.data.sources import RecordKind, open_source
 from mmtrain.data.tokenizer import read_tokenizer
 from mmtrain.errors import ConfigError, DataError, MMTrainError, for_terminal, one_line
-from mmtrain.export.whole import assembled
+from mmtrain.export.whole_folder import assembled
 from mmtrain.families.catalogue import COMPOSITES
 from mmtrain.modality.metadata import MicrobatchMeta
 from mmtrain.models.reference import ReferenceModel
@@ -36,7 +36,7 @@ from mmtrain.models.whole import class_inputs
 from mmtrain.models.whole_files import read_whole, whole_class_config
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.hub_files import processor_config
-from mmtrain.spec.modules import whole_kind
+from mmtrain.spec.module_sizes import whole_kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

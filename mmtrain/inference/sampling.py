@@ -28,7 +28,7 @@ from mmtrain.data.toy.easy_judge import PROMPTS, ClipVerdict, judge
 from mmtrain.data.toy.shape_clips import EASY_BUCKET
 from mmtrain.data.toy.shapes import is_easy
 from mmtrain.errors import ConfigError, MMTrainError
-from mmtrain.launch.whole_files import new_folder
+from mmtrain.launch.atomic_files import new_folder
 from mmtrain.modality.buckets import VideoGeometry, check_video, default_bucket, video_geometry
 from mmtrain.models.chunk import LanguageChunk
 from mmtrain.models.denoising import (
@@ -43,7 +43,7 @@ from mmtrain.models.denoising import (
 from mmtrain.models.diffusion import NUM_TIMESTEPS, make_scheduler, null_token
 from mmtrain.models.dit import DitChunk
 from mmtrain.observe.job_summary import few_clips
-from mmtrain.spec.shapes import dit_shape
+from mmtrain.spec.model_shapes import dit_shape
 
 logger = logging.getLogger("mmtrain")
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from mmtrain.config.config import Config
 from mmtrain.config.data import DataConfig
 from mmtrain.config.model import DitConfig
-from mmtrain.data.noise import noise_batch
+from mmtrain.data.noise_batches import noise_batch
 from mmtrain.data.tokenizer import job_tokenizer
 from mmtrain.local import driven_steps
 from mmtrain.local.ranks import RankDiedError, run_on_ranks
@@ -35,7 +35,7 @@ from mmtrain.models.diffusion import ClipNoise, null_token
 from mmtrain.models.reference import ReferenceModel
 from mmtrain.models.whole_reference import WholeModel
 from mmtrain.spec.builders import model_spec
-from mmtrain.spec.modules import families, whole_kind
+from mmtrain.spec.module_sizes import families, whole_kind
 from mmtrain.spec.spec import VocabularyRows
 from mmtrain.training.trainer import Trainer
 
@@ -200,7 +200,7 @@ def _write_latents(config: Config, dit: DitConfig, folder: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from mmtrain.data.clips import npy_bytes
+    from mmtrain.data.clip_processor import npy_bytes
     from mmtrain.data.toy.shapes import shape_captions
 
     geometry = video_geometry(dit, config.data)

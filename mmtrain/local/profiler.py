@@ -31,7 +31,7 @@ from mmtrain.config.config import Config
 from mmtrain.config.topology import JobLayout
 from mmtrain.costs.cost_model import HostCopy
 from mmtrain.costs.profile.profile import Profile
-from mmtrain.data.noise import noise_batch
+from mmtrain.data.noise_batches import noise_batch
 from mmtrain.errors import ConfigError
 from mmtrain.local.driven_steps import TimedStep, timed_steps
 from mmtrain.local.ranks import run_on_ranks

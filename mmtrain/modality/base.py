@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
+from mmtrain.modality.equal_parts import split_evenly
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
-from mmtrain.modality.split import split_evenly
 from mmtrain.modality.submesh import Submesh
 from mmtrain.schedule.graph import Work
 from mmtrain.spec.layer import Division

@@ -19,7 +19,7 @@ from mmtrain.config.data import DataConfig
 from mmtrain.config.model import DitConfig, VaeConfig
 from mmtrain.errors import ConfigError, DataError
 from mmtrain.spec.model_configs import dit_config
-from mmtrain.spec.shapes import check_prediction
+from mmtrain.spec.model_shapes import check_prediction
 from mmtrain.spec.vae_shapes import LatentScale, latent_scale
 
 _ALMOST = 1e-6

@@ -11,7 +11,7 @@ from mmtrain.config.config import Config
 from mmtrain.modality.buckets import latent_channels, most_frames, video_geometry
 from mmtrain.modality.metadata import ClipMeta, DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
 from mmtrain.modality.typical import CLIP_SIDE, PIXELS_PER_LATENT
-from mmtrain.spec.shapes import language_shape
+from mmtrain.spec.model_shapes import language_shape
 from mmtrain.spec.vision_shapes import vision_shape
 
 LEAST_IMAGE_TEXT = 4

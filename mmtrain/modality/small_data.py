@@ -5,7 +5,7 @@ from dataclasses import replace
 from mmtrain.config.data import DataConfig
 from mmtrain.config.model import ModelConfig
 from mmtrain.modality.videos import VideoRules, video_rules
-from mmtrain.spec.shapes import DitShape, dit_shape
+from mmtrain.spec.model_shapes import DitShape, dit_shape
 from mmtrain.spec.vae_shapes import LatentScale, latent_scale
 from mmtrain.spec.vision_shapes import vision_shape
 

@@ -8,7 +8,7 @@ from mmtrain.errors import ConfigError
 from mmtrain.modality.captioned_clips import FRAMES_PER_S, MOST_S, CaptionedClip
 from mmtrain.modality.geometry import ImageGeometry, model_geometry
 from mmtrain.modality.metadata import ClipMeta
-from mmtrain.spec.shapes import DitShape, dit_shape, language_shape
+from mmtrain.spec.model_shapes import DitShape, dit_shape, language_shape
 from mmtrain.spec.spec import ModelSpec, ModuleSpec, clips_work, documents_work, frames_work, images_work
 from mmtrain.spec.vision_shapes import vision_shape
 from mmtrain.spec.work_size import WorkSize

@@ -17,7 +17,7 @@ from mmtrain.spec.adapter_settings import check_settings
 from mmtrain.spec.hub_files import find_file, read_json
 from mmtrain.spec.linears import adapted_layers
 from mmtrain.spec.model_configs import encoder_config
-from mmtrain.spec.modules import whole_kind
+from mmtrain.spec.module_sizes import whole_kind
 from mmtrain.spec.vision_shapes import vision_shape
 
 _KEY = "model.lora.pretrained"

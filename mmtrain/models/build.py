@@ -12,7 +12,7 @@ from mmtrain.models.dit import DitChunk
 from mmtrain.models.vae import VaeChunk
 from mmtrain.models.vocabulary import LossChunk, VocabularyPart
 from mmtrain.spec.contrast import CONTRAST
-from mmtrain.spec.shapes import dit_shape, language_shape
+from mmtrain.spec.model_shapes import dit_shape, language_shape
 from mmtrain.spec.spec import ModelSpec
 from mmtrain.spec.vae_shapes import vae_shape
 from mmtrain.spec.vision_shapes import vision_shape

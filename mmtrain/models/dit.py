@@ -29,8 +29,8 @@ from mmtrain.models.loss import LOSSES, LossOutput
 from mmtrain.models.projector import Grid
 from mmtrain.models.transfer import to_device
 from mmtrain.spec.model_configs import dit_config
+from mmtrain.spec.model_shapes import DitShape
 from mmtrain.spec.rows import share_of
-from mmtrain.spec.shapes import DitShape
 from mmtrain.spec.spec import ModelSpec
 from mmtrain.spec.work_size import TIME_ROWS
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mmtrain.config.model import ModelConfig
 from mmtrain.modality.metadata import IterationMeta
-from mmtrain.spec.shapes import dit_shape
+from mmtrain.spec.model_shapes import dit_shape
 
 Reduction = Literal["sum", "none"]
 """The reduction, named as by torch: "sum" gives a scalar, "none" the loss of each target."""

@@ -24,7 +24,7 @@ from mmtrain.config.model import EncoderConfig, LanguageConfig, ModelConfig, Pro
 from mmtrain.config.planner import PlannerConfig
 from mmtrain.config.sections import JobConfig, ParallelismConfig
 from mmtrain.errors import ConfigError
-from mmtrain.launch.whole_files import new_folder
+from mmtrain.launch.atomic_files import new_folder
 
 ModuleSource: TypeAlias = PreTrainedModel | PreTrainedConfig
 """A module of transformers, whose weights are where training starts; or its config, for random weights."""

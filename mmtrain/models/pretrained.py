@@ -35,7 +35,7 @@ from mmtrain.models.vae import VaeChunk, VaeDecoder
 from mmtrain.models.vocabulary import LossChunk, VocabularyPart
 from mmtrain.spec.composites import check_contrast, check_embeds, occurring, part_names, part_spellings, spellings_of
 from mmtrain.spec.hub_files import find_file, read_json
-from mmtrain.spec.modules import projector_sizes
+from mmtrain.spec.module_sizes import projector_sizes
 from mmtrain.spec.spec import ModelSpec, VocabularyRows
 from mmtrain.spec.weight_files import STEMS, damaged, header, weight_files
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mmtrain.config.model import ModelConfig
 from mmtrain.models.adapters import make_projector_of
-from mmtrain.spec.modules import projection_of
+from mmtrain.spec.module_sizes import projection_of
 from mmtrain.spec.vision_shapes import vision_shape
 
 Grid = tuple[int, int, int]

@@ -30,7 +30,7 @@ from mmtrain.models.loss import LossOutput, loss_of
 from mmtrain.models.pretrained import load_pretrained
 from mmtrain.models.vae import VaeChunk, vae_adapter
 from mmtrain.spec.model_configs import vae_config
-from mmtrain.spec.shapes import dit_shape
+from mmtrain.spec.model_shapes import dit_shape
 from mmtrain.spec.spec import ModelSpec
 
 

@@ -18,8 +18,8 @@ from mmtrain.models.spectrogram import spectrogram_of
 from mmtrain.spec.composites import class_name, selected_features
 from mmtrain.spec.contrast import CONTRAST
 from mmtrain.spec.model_configs import encoder_config, language_config
-from mmtrain.spec.modules import projection_of, whole_kind, why_not_whole
-from mmtrain.spec.shapes import language_shape
+from mmtrain.spec.model_shapes import language_shape
+from mmtrain.spec.module_sizes import projection_of, whole_kind, why_not_whole
 from mmtrain.spec.vision_shapes import vision_shape
 
 

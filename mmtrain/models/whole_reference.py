@@ -19,7 +19,7 @@ from mmtrain.models.reference import ReferenceModel
 from mmtrain.models.trainable import adapter_names, is_adapter, merged_weight, plain_name
 from mmtrain.models.unused import unused_weights
 from mmtrain.models.whole import class_inputs, empty_whole, in_class, only_encoder, token_types, whole_config
-from mmtrain.spec.modules import whole_kind
+from mmtrain.spec.module_sizes import whole_kind
 from mmtrain.spec.spec import ModelSpec
 from mmtrain.spec.vision_shapes import vision_shape
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from textwrap import shorten
 
 from mmtrain.data.questions import Answer
-from mmtrain.launch.whole_files import write_whole
+from mmtrain.launch.atomic_files import write_whole
 
 _NUM_LOGGED = 2
 """Answers in the log."""

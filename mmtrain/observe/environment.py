@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from mmtrain import __version__
+from mmtrain.launch.atomic_files import write_whole
 from mmtrain.launch.launched import local_world_size
-from mmtrain.launch.whole_files import write_whole
 from mmtrain.parallel.mesh import Mesh
 
 

@@ -17,7 +17,7 @@ from mmtrain.planner.job import Job
 from mmtrain.planner.partition.pipeline_layout import show_layout
 from mmtrain.planner.search_settings import show_switches
 from mmtrain.spec.composites import class_name
-from mmtrain.spec.modules import families, shape_of, whole_kind, why_not_whole
+from mmtrain.spec.module_sizes import families, shape_of, whole_kind, why_not_whole
 from mmtrain.spec.spec import ModuleSpec
 from mmtrain.spec.vae_shapes import VaeShape
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmtrain.launch.whole_files import write_whole
+from mmtrain.launch.atomic_files import write_whole
 from mmtrain.observe.membership_event import EVENT
 
 

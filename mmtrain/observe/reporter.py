@@ -22,11 +22,11 @@ from mmtrain.data.questions import Answer
 from mmtrain.errors import ConfigError, one_line
 from mmtrain.observe.answers import log_lines, markdown, num_right
 from mmtrain.observe.by_source import SourceTotals
-from mmtrain.observe.clip_samples import ClipSamples
 from mmtrain.observe.membership_event import MembershipEvent
 from mmtrain.observe.metrics import StepValues
 from mmtrain.observe.metrics_history import MetricsHistory
 from mmtrain.observe.validation import Validation
+from mmtrain.observe.validation_clips import ClipSamples
 from mmtrain.parallel.titan import TensorBoardLogger, WandBLogger
 from mmtrain.run_page.metric_table import METRICS, source_text
 

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mmtrain.launch.whole_files import write_whole
+from mmtrain.launch.atomic_files import write_whole
 from mmtrain.observe.step_timing import StepTiming, planned_timing
 from mmtrain.planner.iteration import IterationPlan
 from mmtrain.planner.job import Job

@@ -16,10 +16,10 @@ from mmtrain.modality.metadata import IterationMeta
 from mmtrain.models.batch import IGNORE_INDEX, with_other_captions
 from mmtrain.models.diffusion import ClipNoise
 from mmtrain.observe.by_source import SourceTotals, source_sums, source_totals
-from mmtrain.observe.clip_samples import ClipSamples, sampled
 from mmtrain.observe.own_metric import answer_numbers
 from mmtrain.observe.recall import HeldOutPairs, contents, recalls
 from mmtrain.observe.validated import Validated
+from mmtrain.observe.validation_clips import ClipSamples, sampled
 from mmtrain.parallel.batch_runner import BatchRunner
 from mmtrain.parallel.collectives import on_rank_zero
 from mmtrain.parallel.mesh import Mesh

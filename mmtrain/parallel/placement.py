@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from mmtrain.config.config import Config
 from mmtrain.models.attention.backend import check_backend
-from mmtrain.parallel.build import LocalModel, build_local_model
 from mmtrain.parallel.fill import LocalPart, first_rows
+from mmtrain.parallel.local_model import LocalModel, build_local_model
 from mmtrain.parallel.mesh import Mesh, build_mesh
 from mmtrain.parallel.optim import LocalOptimizers, build_optimizers, check_groups
 from mmtrain.parallel.planning import PlanAhead
@@ -25,7 +25,7 @@ from mmtrain.planner.assignment.dealing import Dealer
 from mmtrain.planner.assignment.step_assigner import StepAssigner
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.job import Job
-from mmtrain.planner.plan import Search
+from mmtrain.planner.make_plan import Search
 from mmtrain.planner.search import search as searching
 
 

@@ -26,13 +26,13 @@ from mmtrain.config.planner import PlannerConfig
 from mmtrain.errors import PlanError
 from mmtrain.launch.launched import local_world_size
 from mmtrain.modality.metadata import IterationMeta
-from mmtrain.parallel.build import check_same_program
+from mmtrain.parallel.local_model import check_same_program
 from mmtrain.parallel.mesh import Mesh, second_replica_group
 from mmtrain.planner.bound import lower_bound_s
 from mmtrain.planner.grouping import Grouping
 from mmtrain.planner.iteration import Iteration, IterationPlan, IterationPlanner
 from mmtrain.planner.joint import search_iteration
-from mmtrain.planner.plan import Search
+from mmtrain.planner.make_plan import Search
 from mmtrain.planner.result import PlanKind, PlanResult
 from mmtrain.planner.search_settings import search_options, search_seed, search_threads
 from mmtrain.schedule.io.wire import from_bytes, to_bytes

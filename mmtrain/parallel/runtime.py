@@ -20,7 +20,7 @@ from mmtrain.errors import PlanError
 from mmtrain.models.transfer import to_host
 from mmtrain.parallel.action_clock import ActionClock, Times
 from mmtrain.parallel.bound_actions import BoundAction, in_turns, split_works
-from mmtrain.parallel.instructions import Functions, Instructions
+from mmtrain.parallel.bound_instructions import Functions, Instructions
 from mmtrain.parallel.passes import Block, filled
 from mmtrain.parallel.stage import KeyOf, ModalityStage, ShapeOf
 from mmtrain.parallel.torch_private import TorchScheduleRuntime, profiling, reduce_grads, wait_unsharded

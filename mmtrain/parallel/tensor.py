@@ -24,7 +24,7 @@ from mmtrain.models.dit import DitChunk
 from mmtrain.models.vocabulary import HEAD, VocabularyPart
 from mmtrain.parallel.row_shards import RowShards, WholeRowShards
 from mmtrain.parallel.tensor_styles import Divided, MovedTable, make_styles
-from mmtrain.parallel.vocabulary import VocabularyShards, token_shards
+from mmtrain.parallel.tensor_vocabulary import VocabularyShards, token_shards
 
 _HEAD = HEAD.removesuffix(".weight")
 

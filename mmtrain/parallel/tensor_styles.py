@@ -21,7 +21,7 @@ from mmtrain.families.tensor_table import Style
 from mmtrain.models.adapter_layers import AdapterDropout, lengthened, product_of, row_growth, squared_lengths
 from mmtrain.parallel.grads import local_part
 from mmtrain.parallel.row_shards import RowShards
-from mmtrain.parallel.vocabulary import VocabularyEmbedding
+from mmtrain.parallel.tensor_vocabulary import VocabularyEmbedding
 from mmtrain.parallel.weight_grads import linear
 
 Divided = dict[nn.Parameter, nn.Parameter]

@@ -11,9 +11,9 @@ from mmtrain.planner.deferral import oversize_pairs
 from mmtrain.planner.grouping import Grouping, Indices, grouped
 from mmtrain.planner.job import Job
 from mmtrain.planner.layout import IterationLayout
+from mmtrain.planner.make_plan import JobMethod, make_plan
+from mmtrain.planner.make_problem import make_problem
 from mmtrain.planner.memory.limit import too_tight
-from mmtrain.planner.plan import JobMethod, make_plan
-from mmtrain.planner.problem import make_problem
 from mmtrain.planner.result import PlanResult
 from mmtrain.schedule.passes.lower import Program
 from mmtrain.schedule.problem import PlanningProblem

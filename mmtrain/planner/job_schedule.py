@@ -3,7 +3,7 @@
 from mmtrain.config.config import Config
 from mmtrain.errors import ConfigError
 from mmtrain.schedule.library.catalogue import Schedule
-from mmtrain.schedule.recipe.files import schedule_of
+from mmtrain.schedule.recipe.schedule_files import schedule_of
 
 
 def job_schedule(config: Config) -> Schedule:

@@ -14,7 +14,7 @@ from mmtrain.config.planner import JUDGED_GROUPING, MADE_GROUPING
 from mmtrain.errors import PlanError
 from mmtrain.planner.grouping import Grouping, Groupings
 from mmtrain.planner.iteration import Iteration, IterationPlanner
-from mmtrain.planner.plan import Search, best_of
+from mmtrain.planner.make_plan import Search, best_of
 from mmtrain.planner.result import PlanResult
 from mmtrain.planner.search.search import shortest_s
 from mmtrain.planner.search.search_options import SearchOptions

@@ -6,7 +6,7 @@ from mmtrain.schedule.library.catalogue import CATALOGUE, Schedule
 from mmtrain.schedule.library.forward_only import forward_only
 from mmtrain.schedule.plan import check
 from mmtrain.schedule.problem import PlanningProblem
-from mmtrain.schedule.recipe.files import schedule_of
+from mmtrain.schedule.recipe.schedule_files import schedule_of
 
 
 def scheduled(problem: PlanningProblem, schedule: str | Schedule) -> PlanResult:

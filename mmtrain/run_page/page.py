@@ -11,8 +11,8 @@ from typing import Any
 
 from mmtrain import __version__
 from mmtrain.errors import ConfigError
-from mmtrain.run_page.charts import HUES, chart_json, charts
 from mmtrain.run_page.numbers import numbers
+from mmtrain.run_page.page_charts import HUES, chart_json, charts
 from mmtrain.run_page.runs import RunContents, read_run
 from mmtrain.schedule.view.drawing import COLOURS
 

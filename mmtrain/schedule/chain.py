@@ -5,7 +5,7 @@ from collections import Counter
 from mmtrain.errors import PlanError
 from mmtrain.schedule.graph import ModuleStages, Work, WorkGraph
 from mmtrain.schedule.library.catalogue import Schedule
-from mmtrain.schedule.limits import RANKS, STAGES, VISITS
+from mmtrain.schedule.number_ranges import RANKS, STAGES, VISITS
 from mmtrain.schedule.problem import P2P, Option, PlanningProblem
 
 

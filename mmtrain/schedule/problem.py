@@ -1,8 +1,8 @@
 """The planning problem: a work graph with costs, options, transfers and memory limits, and its JSON form.
 
 All times are seconds, all sizes bytes. The JSON form is version 1 of mmtrain's planning format. Unknown keys, wrong
-types, indices and numbers out of range (`mmtrain.schedule.limits`), cycles and empty lists of ranks are errors that
-name the dotted path.
+types, indices and numbers out of range (`mmtrain.schedule.number_ranges`), cycles and empty lists of ranks are errors
+that name the dotted path.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from mmtrain.schedule.io.strict_json import (
     string,
     write_text,
 )
-from mmtrain.schedule.limits import BYTES, BYTES_PER_S, OPTIONS, RANKS, SECONDS, STAGES, VISITS, WORKS_BY_RANKS
+from mmtrain.schedule.number_ranges import BYTES, BYTES_PER_S, OPTIONS, RANKS, SECONDS, STAGES, VISITS, WORKS_BY_RANKS
 from mmtrain.schedule.option import Load
 from mmtrain.schedule.option import Option as Option
 

@@ -24,8 +24,8 @@ from mmtrain.planner.memory.limit import MemoryRule
 from mmtrain.planner.partition.partition import Partition, mixed_partition
 from mmtrain.simulator import cuts
 from mmtrain.simulator.cut_search import CHAIN_WORTH, Cut, Found, best_cut, microbatches_to_judge, simplicity
+from mmtrain.simulator.sub_microbatch_size import sub_microbatch_size
 from mmtrain.simulator.typical_iterations import TypicalIterations
-from mmtrain.simulator.work_size import sub_microbatch_size
 from mmtrain.spec.spec import ModelSpec
 from mmtrain.spec.vocabulary import divided_vocabulary, with_loss_chunks
 

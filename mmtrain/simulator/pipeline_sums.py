@@ -12,8 +12,8 @@ from itertools import groupby
 
 from mmtrain.config.topology import Coordinates
 from mmtrain.costs.machine import RankNetwork
-from mmtrain.costs.operators.graph import OpKind
-from mmtrain.planner.memory.rank_state import Sharding
+from mmtrain.costs.operators.operator_graph import OpKind
+from mmtrain.planner.memory.rank_bytes import Sharding
 from mmtrain.planner.partition.partition import Partition
 from mmtrain.spec.spec import ModelSpec
 

@@ -18,7 +18,7 @@ from mmtrain.modality.small_data import most_image_tokens, small_data
 from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.job import Job
 from mmtrain.planner.partition.partition import Partition
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 from mmtrain.spec.small import narrow_model
 
 MOST_RANKS = 8

@@ -16,10 +16,10 @@ from mmtrain.planner.assignment.step_assigner import StepAssigner
 from mmtrain.planner.memory.limit import MemoryBudget, MemoryRule
 from mmtrain.planner.search_settings import PLANNED
 from mmtrain.schedule.library.names import check_name
-from mmtrain.schedule.recipe.files import schedule_of
+from mmtrain.schedule.recipe.schedule_files import schedule_of
 from mmtrain.schedule.timeline import Timeline
 from mmtrain.simulator.breakdown import Breakdown
-from mmtrain.simulator.steps import StepMicrobatches, divided, drawn_steps
+from mmtrain.simulator.drawn_steps import StepMicrobatches, divided, drawn_steps
 from mmtrain.simulator.typical_iterations import usual_workload
 from mmtrain.simulator.whole_iteration import IterationSimulator, SimulatedIteration
 

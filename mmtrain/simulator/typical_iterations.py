@@ -17,11 +17,11 @@ from mmtrain.modality.submesh import Submesh
 from mmtrain.modality.typical import TypicalSizes
 from mmtrain.planner.batching import Batching, SubMicrobatch, make_batching
 from mmtrain.planner.job_schedule import job_schedule
+from mmtrain.planner.make_plan import JobMethod, make_plan
+from mmtrain.planner.make_problem import make_problem
 from mmtrain.planner.memory.limit import MemoryRule
 from mmtrain.planner.memory.options import MemoryChoices
 from mmtrain.planner.partition.partition import Partition
-from mmtrain.planner.plan import JobMethod, make_plan
-from mmtrain.planner.problem import make_problem
 from mmtrain.planner.result import PlanResult
 from mmtrain.planner.search.search import shortest_s
 from mmtrain.planner.search.search_options import SearchOptions

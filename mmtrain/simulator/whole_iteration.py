@@ -23,10 +23,10 @@ from mmtrain.planner.batching import Batching
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.job import Job
 from mmtrain.planner.joint import search_iteration
+from mmtrain.planner.make_plan import JobMethod, make_plan
 from mmtrain.planner.memory.limit import too_tight
 from mmtrain.planner.memory.options import MemoryChoices
-from mmtrain.planner.memory.rank_state import RankBytes, Sharding
-from mmtrain.planner.plan import JobMethod, make_plan
+from mmtrain.planner.memory.rank_bytes import RankBytes, Sharding
 from mmtrain.planner.result import PlanResult
 from mmtrain.planner.search.search import search
 from mmtrain.planner.search_settings import search_options, search_seed
@@ -37,7 +37,7 @@ from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import makespan_without_transfers_s
 from mmtrain.schedule.timeline import Timeline
 from mmtrain.simulator.breakdown import Breakdown, Parts, TimePart, computing
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 from mmtrain.simulator.pipeline_sums import PipelineSums
 
 

@@ -30,8 +30,8 @@ from mmtrain.spec.linears import (
     whole_width,
     with_adapters,
 )
-from mmtrain.spec.modules import projection_of
-from mmtrain.spec.shapes import dit_shape, language_shape
+from mmtrain.spec.model_shapes import dit_shape, language_shape
+from mmtrain.spec.module_sizes import projection_of
 from mmtrain.spec.spec import ModelSpec, ModuleSpec
 from mmtrain.spec.vae_shapes import VaeShape, vae_shape
 from mmtrain.spec.vision_shapes import vision_shape

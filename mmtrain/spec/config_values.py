@@ -21,7 +21,7 @@ MOST_LAYERS = 10_000
 _LAYERS = ("depth", "num_hidden_layers", "num_layers", "encoder_layers", "layers_per_block", "num_res_blocks")
 """Keys that count layers."""
 _SIDES = ("patch_size", "temporal_patch_size", "image_size", "window_size")
-"""Keys that may also be a list with one number for each side; `shapes` checks those."""
+"""Keys that may also be a list with one number for each side; the shapes of families check those."""
 _ITEMS: dict[type, tuple[Callable[[Any], bool], str]] = {
     int: (lambda item: type(item) is int and 0 <= item <= MOST, f"integers from 0 to {MOST}"),
     bool: (lambda item: isinstance(item, bool), "true and false"),

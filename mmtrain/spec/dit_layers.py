@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from mmtrain.config.model import ModelConfig
 from mmtrain.spec.layer import LayerSpec, WholeBytes
-from mmtrain.spec.shapes import DitShape
+from mmtrain.spec.model_shapes import DitShape
 from mmtrain.spec.spec import ModuleSpec
 from mmtrain.spec.work_size import TIME_ROWS, Rates
 

@@ -18,7 +18,7 @@ from mmtrain.config.model import (
 from mmtrain.errors import ConfigError
 from mmtrain.spec.composites import check_contrast, check_embeds
 from mmtrain.spec.hub_files import local_path, read_json
-from mmtrain.spec.modules import families
+from mmtrain.spec.module_sizes import families
 from mmtrain.spec.weight_files import STEMS, check_weight_files
 
 MOST_GROWTH = 256

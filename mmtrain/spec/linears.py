@@ -20,8 +20,8 @@ from mmtrain.errors import ConfigError, nearest
 from mmtrain.families.catalogue import PROJECTORS, TABLES
 from mmtrain.families.shapes import FULL, LanguageShape, VisionShape
 from mmtrain.spec.layer import AdapterSpec, LayerSpec
-from mmtrain.spec.modules import projection_of, shape_of
-from mmtrain.spec.shapes import language_shape
+from mmtrain.spec.model_shapes import language_shape
+from mmtrain.spec.module_sizes import projection_of, shape_of
 from mmtrain.spec.vision_shapes import vision_shape
 from mmtrain.spec.work_size import Rates
 

@@ -18,7 +18,7 @@ from mmtrain.families.catalogue import DITS, ENCODERS, LANGUAGES, PROJECTORS, VA
 from mmtrain.families.family import Language, Network
 from mmtrain.spec.composites import projector_act, selected_features
 from mmtrain.spec.model_configs import dit_config, encoder_config, language_config, vae_config
-from mmtrain.spec.shapes import dit_shape, language_shape
+from mmtrain.spec.model_shapes import dit_shape, language_shape
 from mmtrain.spec.vision_shapes import vision_shape
 
 _HEAD_DIM = 16

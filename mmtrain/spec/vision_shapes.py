@@ -9,7 +9,7 @@ from mmtrain.families.catalogue import ENCODERS, LANGUAGES
 from mmtrain.families.shapes import ROW_FRAMES, VisionShape, check_divides
 from mmtrain.spec.composites import selected_features
 from mmtrain.spec.model_configs import encoder_config
-from mmtrain.spec.shapes import language_shape, section_name
+from mmtrain.spec.model_shapes import language_shape, section_name
 
 
 def vision_shape(model: ModelConfig, module: str = "vision") -> VisionShape:

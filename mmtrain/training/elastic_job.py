@@ -41,9 +41,9 @@ from mmtrain.parallel.mesh import on_own_device, pick_device
 from mmtrain.parallel.roll_call import is_communication
 from mmtrain.parallel.stores import open_store
 from mmtrain.planner.job_schedule import job_schedule
-from mmtrain.planner.plan import Search, make_plan
+from mmtrain.planner.make_plan import Search, make_plan
 from mmtrain.planner.search import search as searching
-from mmtrain.simulator.allocation.elastic import TooFewNodes
+from mmtrain.simulator.allocation.node_layouts import TooFewNodes
 from mmtrain.training.elastic_layouts import Chosen, Layouts, staying
 from mmtrain.training.elastic_values import Change, Failures, StateReport
 from mmtrain.training.progress import why_ended

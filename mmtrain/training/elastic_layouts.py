@@ -9,8 +9,8 @@ from mmtrain.errors import ConfigError
 from mmtrain.launch.membership import Membership
 from mmtrain.parallel.agreement import RankReport
 from mmtrain.planner.job import Job
-from mmtrain.simulator.allocation.elastic import ElasticLayouts, TooFewNodes
-from mmtrain.simulator.allocation.positions import NodeLayout
+from mmtrain.simulator.allocation.node_layouts import ElasticLayouts, TooFewNodes
+from mmtrain.simulator.allocation.node_positions import NodeLayout
 
 ALL_LEAVE = "all nodes were told to end"
 

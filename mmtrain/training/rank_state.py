@@ -29,7 +29,7 @@ from mmtrain.parallel.collectives import on_rank_zero
 from mmtrain.parallel.generation import Generation
 from mmtrain.parallel.mesh import backend_of
 from mmtrain.parallel.torch_private import forget_meshes
-from mmtrain.planner.plan import Search
+from mmtrain.planner.make_plan import Search
 from mmtrain.training.elastic_layouts import Chosen
 from mmtrain.training.elastic_values import Marks, StateReport
 from mmtrain.training.trainer import Trainer

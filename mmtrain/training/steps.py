@@ -33,10 +33,10 @@ from mmtrain.parallel.batch_runner import (
     planned_ahead,
     skip_nonfinite,
 )
-from mmtrain.parallel.build import LocalModel, check_same_program
 from mmtrain.parallel.collectives import errors_on_all
 from mmtrain.parallel.fill import LocalPart
 from mmtrain.parallel.grads import clip, nonfinite_ranks
+from mmtrain.parallel.local_model import LocalModel, check_same_program
 from mmtrain.parallel.mesh import Mesh
 from mmtrain.parallel.optim import lr_factor, set_lr
 from mmtrain.parallel.pipelines import check_same_assignment, sum_over_replicas
@@ -46,7 +46,7 @@ from mmtrain.parallel.replica_data import Item
 from mmtrain.parallel.runtime import StepOutcome
 from mmtrain.planner.iteration import IterationPlan, IterationPlanner
 from mmtrain.planner.job import Job
-from mmtrain.planner.plan import Search
+from mmtrain.planner.make_plan import Search
 from mmtrain.training.progress import total_steps, why_ended
 
 logger = logging.getLogger("mmtrain")

@@ -48,8 +48,8 @@ from mmtrain.parallel.planning import PendingPlan
 from mmtrain.parallel.replica_data import Item
 from mmtrain.parallel.torch_private import set_default_timeout
 from mmtrain.planner.job import Job
-from mmtrain.planner.plan import Search, make_plan
-from mmtrain.simulator.job import make_job
+from mmtrain.planner.make_plan import Search, make_plan
+from mmtrain.simulator.make_job import make_job
 from mmtrain.training.progress import MOST_STEPS, why_before_its_end, why_ended
 from mmtrain.training.steps import Steps
 

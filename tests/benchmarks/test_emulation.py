@@ -23,7 +23,7 @@ from mmtrain.modality.typical import TypicalSizes
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.planner.iteration import Iteration, IterationPlanner
 from mmtrain.planner.joint import search_iteration
-from mmtrain.planner.plan import make_plan
+from mmtrain.planner.make_plan import make_plan
 from mmtrain.planner.search.search import search
 from mmtrain.planner.search.search_options import SearchOptions
 from mmtrain.schedule.action import BRAID, COMPUTE, SENDS, Action, Kind
@@ -39,7 +39,7 @@ from mmtrain.schedule.recipe import Recipe, Rule, Traversal
 from mmtrain.schedule.recipe.policy import plan_of
 from mmtrain.schedule.simulate import simulate
 from mmtrain.schedule.transport import check_transport
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 from mmtrain.simulator.typical_iterations import usual_workload
 from mmtrain.simulator.workloads import draw
 from tests.ranks import run_ranks

@@ -9,7 +9,7 @@ from benchmarks import flexpipe, flexpipe_clip, flexpipe_gpt, flexpipe_sides
 from benchmarks.flexpipe_gpt import Cut, Pipeline, Point, both_ways
 from benchmarks.flexpipe_separation import separated_to_the_letter
 from mmtrain.errors import ConfigError
-from mmtrain.planner.plan import make_plan
+from mmtrain.planner.make_plan import make_plan
 from mmtrain.planner.search.search_options import SearchOptions
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.chain import plain_chain

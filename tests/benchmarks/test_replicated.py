@@ -7,10 +7,10 @@ import pytest
 from benchmarks import cornstarch
 from benchmarks.replicated import replicated_partition, rerun
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.plan import make_plan
+from mmtrain.planner.make_plan import make_plan
 from mmtrain.schedule.action import Kind
 from mmtrain.simulator.cuts import placing_weights
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 from mmtrain.simulator.partition_choice import Choice
 
 

@@ -7,7 +7,7 @@ from subgraph_reuse.nest import Call, Leaf, Nest, chain
 from subgraph_reuse.reuse import Reuse
 
 from mmtrain.costs.operators.execution import run
-from mmtrain.costs.operators.graph import Device, DeviceKind, Graph, Operator, OpKind, TensorNode
+from mmtrain.costs.operators.operator_graph import Device, DeviceKind, Graph, Operator, OpKind, TensorNode
 from mmtrain.errors import PlanError
 from mmtrain.spec.work_size import Rates, WorkSize
 from tests.costs.operators.graphs import LATENCIES, SIZES, nests

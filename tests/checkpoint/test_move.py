@@ -15,19 +15,19 @@ from torch import Tensor
 
 from mmtrain.checkpoint.copy_plan import Shard
 from mmtrain.checkpoint.move import HeldShards, Moved, move
-from mmtrain.checkpoint.rows import shard_of
 from mmtrain.checkpoint.shard_tables import gather_tables, parse_table
 from mmtrain.checkpoint.state import NamedTensors
+from mmtrain.checkpoint.tensor_boxes import shard_of
 from mmtrain.config import config
 from mmtrain.config.config import each_pipeline
 from mmtrain.errors import NoHolderError, TrainingError
-from mmtrain.parallel.build import LocalModel, build_local_model
 from mmtrain.parallel.fill import LocalPart, first_rows
 from mmtrain.parallel.grads import local_part
+from mmtrain.parallel.local_model import LocalModel, build_local_model
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.optim import build_optimizers
 from mmtrain.parallel.torch_private import _param_groups, end_groups, fsdp_modules, raw_part
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 from tests.jobs import SHALLOW, layout, world_size, write_config
 from tests.ranks import run_ranks
 

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from mmtrain.commands.cli import main
-from mmtrain.planner.plan import make_plan
+from mmtrain.planner.make_plan import make_plan
 from mmtrain.planner.plan_json import plan_to_json
 from tests.schedule.problems import two_modules
 

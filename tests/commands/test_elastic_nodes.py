@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mmtrain.commands import elastic
+from mmtrain.commands import elastic_nodes
 from mmtrain.commands.cli import main, train_main
 from tests.jobs import SHALLOW, write_config
 
@@ -61,7 +61,11 @@ def test_without_torchft(error, words, monkeypatch):
 def test_a_node_of_one_rank_does_not_hide_its_sockets_from_other_machines(words, monkeypatch):
     pytest.importorskip("torchft")
     interfaces = []
-    monkeypatch.setattr(elastic, "_train", lambda member, job: interfaces.append(os.environ.get("GLOO_SOCKET_IFNAME")))
+
+    def train(*_: object) -> None:
+        interfaces.append(os.environ.get("GLOO_SOCKET_IFNAME"))
+
+    monkeypatch.setattr(elastic_nodes, "_train", train)
     for name, value in {**NODE, "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     for name in ("GLOO_SOCKET_IFNAME", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID", "GROUP_WORLD_SIZE"):

@@ -8,7 +8,7 @@ from mmtrain.commands.cli import main
 from mmtrain.config import config
 from mmtrain.config.config import each_pipeline, of_pipeline
 from mmtrain.errors import ConfigError
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 
 ONE = ["parallelism.pipeline_parallel_degree=1", "parallelism.data_parallel_shard_degree=1"]
 

@@ -8,7 +8,7 @@ from mmtrain.config import config
 from mmtrain.config.model import ContrastConfig
 from mmtrain.errors import ConfigError
 from mmtrain.spec.builders import model_spec
-from mmtrain.spec.modules import shape_of
+from mmtrain.spec.module_sizes import shape_of
 from tests.models.towers import CAPTIONS, IMAGES
 
 JOB = """

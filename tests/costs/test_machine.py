@@ -3,7 +3,7 @@ import pytest
 from mmtrain.config import config
 from mmtrain.costs.machine import Machine, NominalNetwork
 from mmtrain.costs.operators.cluster import Cluster
-from mmtrain.costs.operators.graph import OpKind
+from mmtrain.costs.operators.operator_graph import OpKind
 from mmtrain.errors import ConfigError
 from mmtrain.schedule.problem import P2P
 

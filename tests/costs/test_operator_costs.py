@@ -12,15 +12,15 @@ from mmtrain.costs.cost_model import FlopsCosts, LayerTimes
 from mmtrain.costs.operator_costs import OperatorCosts
 from mmtrain.costs.operators.cluster import Cluster
 from mmtrain.costs.operators.execution import simulate
-from mmtrain.costs.operators.graph import OpKind, Phase
 from mmtrain.costs.operators.latency import Latencies
+from mmtrain.costs.operators.operator_graph import OpKind, Phase
 from mmtrain.costs.overheads import NO_OVERHEADS
 from mmtrain.errors import ConfigError
 from mmtrain.modality.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.problem import PlanningProblem
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.recomputation import Recomputation
 from mmtrain.spec.spec import ModuleSpec, clips_work, documents_work, frames_work, images_work

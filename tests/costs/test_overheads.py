@@ -6,7 +6,7 @@ import pytest
 
 from mmtrain.costs.overheads import NO_OVERHEADS, Overheads, charged
 from mmtrain.errors import PlanError
-from mmtrain.planner.plan import make_plan
+from mmtrain.planner.make_plan import make_plan
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.chain import plain_chain
 from mmtrain.schedule.library.catalogue import CATALOGUE

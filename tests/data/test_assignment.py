@@ -14,7 +14,7 @@ from mmtrain.data.loader import LoadedStep, Loader
 from mmtrain.errors import DataError
 from mmtrain.planner.assignment.step_assigner import StepAssigner
 from mmtrain.planner.job import Job
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 from tests.data.samples import text_row, write_jsonl
 
 

@@ -78,7 +78,7 @@ def test_microbatches_of_clips(shapes: Path) -> None:
 def test_captions_belong_to_their_clips(shapes: Path) -> None:
     from mmtrain.config.data import TokenizerConfig
     from mmtrain.data.tokenizer import load_tokenizer
-    from mmtrain.data.toy.folder import COLOURS
+    from mmtrain.data.toy.data_set import COLOURS
     from mmtrain.data.toy.shape_clips import SIZES
     from mmtrain.data.toy.shapes import shape_clips
 

@@ -18,7 +18,7 @@ from mmtrain.models.reference import ReferenceModel
 from mmtrain.models.trainable import is_adapter
 from mmtrain.spec.builders import model_spec
 from tests.export.test_folder import TOLERANCE, adapted, close, language, logits_of
-from tests.export.test_whole import reader, whole_folder
+from tests.export.test_whole_folder import reader, whole_folder
 from tests.jobs import layout, metrics, train, write_config
 from tests.lora import with_lora
 from tests.ranks import run_ranks

@@ -22,7 +22,7 @@ from mmtrain.config.data import DataConfig
 from mmtrain.config.model import EncoderConfig, LoRAConfig, ModelConfig
 from mmtrain.config.optimizer import LRSchedulerConfig
 from mmtrain.config.sections import CheckpointConfig, JobConfig, ParallelismConfig, TrainingConfig
-from mmtrain.data.noise import noise_batch
+from mmtrain.data.noise_batches import noise_batch
 from mmtrain.errors import CheckpointError, ConfigError
 from mmtrain.export.adapter_folders import ExportForm
 from mmtrain.export.folder import export

@@ -17,7 +17,7 @@ from mmtrain.spec import linears
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.linears import block_linears
 from mmtrain.spec.model_configs import encoder_config, language_config
-from mmtrain.spec.shapes import language_shape
+from mmtrain.spec.model_shapes import language_shape
 from mmtrain.spec.vision_shapes import vision_shape
 from tests.counts import families as named_in
 from tests.counts import sources

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mmtrain.planner.plan import make_plan
+from mmtrain.planner.make_plan import make_plan
 from mmtrain.planner.plan_json import plan_to_json
 from mmtrain.schedule.graph import Link
 from mmtrain.schedule.problem import PlanningProblem

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from mmtrain.commands.cli import main
 from mmtrain.config import config
-from mmtrain.data.noise import noise_batch
+from mmtrain.data.noise_batches import noise_batch
 from mmtrain.local import parity
 from mmtrain.local.parity import ParameterError, Parity, StepParity, report, synthetic_data
 from mmtrain.modality.probes import mixed_iteration

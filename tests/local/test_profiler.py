@@ -12,7 +12,7 @@ from mmtrain.costs.profile.profile import HELD, TIMES, Profile, role
 from mmtrain.costs.sub_microbatch import smallest_efficient
 from mmtrain.modality.probes import mixed_iteration, probing_iteration
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 from mmtrain.spec.builders import model_spec
 from tests.jobs import write_config, write_sound_config, write_video_config
 from tests.ranks import run_ranks, warm_ranks

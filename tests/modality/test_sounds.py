@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from benchmarks import cornstarch
 from mmtrain.config.model import EncoderConfig, ModelConfig, ProjectorConfig
 from mmtrain.errors import ConfigError
-from mmtrain.modality.readers import check_readable, readers_of_kinds
+from mmtrain.modality.encoder_choice import check_readable, readers_of_kinds
 from mmtrain.modality.sounds import SoundRules, sound_rules
 from mmtrain.spec.vision_shapes import vision_shape
 from tests.reference import ENCODERS, model_config

@@ -20,7 +20,7 @@ from mmtrain.models.initialise import init_weights
 from mmtrain.models.pretrained import load_pretrained
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.model_configs import dit_config
-from mmtrain.spec.shapes import dit_shape
+from mmtrain.spec.model_shapes import dit_shape
 from mmtrain.spec.work_size import WorkSize
 from tests.models.dits import TEXT, WAN, Clips, chunk, t2v
 

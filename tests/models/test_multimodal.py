@@ -18,7 +18,7 @@ from mmtrain.config.data import DataConfig
 from mmtrain.config.model import ProjectorConfig
 from mmtrain.config.optimizer import LRSchedulerConfig
 from mmtrain.config.sections import ParallelismConfig, TrainingConfig
-from mmtrain.data.noise import noise_batch
+from mmtrain.data.noise_batches import noise_batch
 from mmtrain.errors import ConfigError
 from mmtrain.local import driven_steps
 from mmtrain.modality.probes import mixed_iteration

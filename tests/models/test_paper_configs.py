@@ -62,7 +62,7 @@ def test_parameters_are_those_of_the_hugging_face_classes(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_sizes_are_those_of_the_papers_tables(name):
-    from mmtrain.spec.shapes import language_shape
+    from mmtrain.spec.model_shapes import language_shape
     from mmtrain.spec.vision_shapes import vision_shape
 
     model = config.load(f"{name}.toml").model
@@ -112,7 +112,7 @@ def test_the_gated_block_has_the_parameters_of_gpt_3s():
 def test_the_diffusion_transformers_are_those_of_the_papers_tables(name, sizes, billions):
     from diffusers import WanTransformer3DModel
 
-    from mmtrain.spec.shapes import dit_shape, language_shape
+    from mmtrain.spec.model_shapes import dit_shape, language_shape
 
     model = config.load(f"{name}.toml").model
     shape, text = dit_shape(model), language_shape(model)

@@ -15,10 +15,10 @@ from mmtrain.models.pretrained import load_pretrained
 from mmtrain.models.reference import ReferenceModel
 from mmtrain.models.spectrogram import row_patches, spectrogram_of
 from mmtrain.models.whole_reference import WholeModel
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 from mmtrain.spec.builders import model_spec
-from mmtrain.spec.modules import whole_kind
-from mmtrain.spec.shapes import language_shape
+from mmtrain.spec.model_shapes import language_shape
+from mmtrain.spec.module_sizes import whole_kind
 from mmtrain.spec.spec import images_work
 from tests.lora import fill_adapters
 from tests.models.test_chunk import assert_equal_gradients

@@ -24,8 +24,8 @@ from mmtrain.models.whole_reference import WholeModel
 from mmtrain.simulator.shrink import shrink
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.job_files import check_files
-from mmtrain.spec.modules import whole_kind, why_not_whole
-from mmtrain.spec.shapes import language_shape
+from mmtrain.spec.model_shapes import language_shape
+from mmtrain.spec.module_sizes import whole_kind, why_not_whole
 from mmtrain.spec.vision_shapes import vision_shape
 from tests.export.test_folder import adapted
 from tests.lora import with_lora

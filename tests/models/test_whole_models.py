@@ -14,10 +14,10 @@ from mmtrain.models.initialise import init_weights
 from mmtrain.models.pretrained import load_pretrained
 from mmtrain.models.reference import ReferenceModel
 from mmtrain.models.whole_reference import WholeModel
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 from mmtrain.spec.builders import model_spec
-from mmtrain.spec.modules import whole_kind
-from mmtrain.spec.shapes import language_shape
+from mmtrain.spec.model_shapes import language_shape
+from mmtrain.spec.module_sizes import whole_kind
 from tests.lora import ALPHA, RANK, fill_adapters, with_lora
 from tests.models.test_chunk import assert_equal_gradients
 from tests.whole_models import (

@@ -16,7 +16,7 @@ from mmtrain.observe.job_summary import FEW_CLIPS, few_clips, high_rate, start_l
 from mmtrain.observe.log_file import setup_logging
 from mmtrain.observe.reporter import Reporter
 from mmtrain.observe.validation import Validation
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 from tests.observe.test_metrics import PLANNER, step_of
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,7 +19,7 @@ from mmtrain.observe.out_of_memory import (
 )
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.memory.limit import MemoryRule
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 from mmtrain.simulator.workloads import draw
 
 GIB = 2**30

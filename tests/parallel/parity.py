@@ -23,11 +23,11 @@ from mmtrain.modality.submesh import Submesh, language_mask
 from mmtrain.modality.typical import reference_sizes
 from mmtrain.models.batch import labelled_tokens
 from mmtrain.parallel import compile as compiling
-from mmtrain.parallel.build import build_local_model, check_same_program
 from mmtrain.parallel.feed import StepFeed
 from mmtrain.parallel.feed_ahead import FeedAhead, forwards_of
 from mmtrain.parallel.feeds.inputs import StepInputs
 from mmtrain.parallel.grads import fill_missing_grads, local_part, squared_norm
+from mmtrain.parallel.local_model import build_local_model, check_same_program
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.replica_data import ReplicaData
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
@@ -50,7 +50,7 @@ from mmtrain.schedule.transport import check_transport
 from mmtrain.simulator.partition_choice import partition_of
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.memory_strategies import BlockMemory, StageMemory
-from mmtrain.spec.shapes import dit_shape
+from mmtrain.spec.model_shapes import dit_shape
 from mmtrain.spec.spec import ModelSpec
 from mmtrain.spec.vocabulary import divided_vocabulary
 from tests.pairwise import covering

@@ -34,8 +34,8 @@ from mmtrain.spec.builders import model_spec
 from mmtrain.spec.layer import Division
 from mmtrain.spec.linears import block_linears
 from mmtrain.spec.memory_strategies import StageMemory
+from mmtrain.spec.model_shapes import language_shape
 from mmtrain.spec.recomputation import Recomputation
-from mmtrain.spec.shapes import language_shape
 from mmtrain.spec.spec import documents_work, images_work
 from mmtrain.spec.vision_shapes import vision_shape
 from tests.lora import with_lora

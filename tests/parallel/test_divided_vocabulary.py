@@ -15,9 +15,9 @@ from mmtrain.costs.cost_model import FlopsCosts
 from mmtrain.models.batch import IGNORE_INDEX, labelled_tokens
 from mmtrain.models.reference import ReferenceModel
 from mmtrain.observe.validation import whole_predictions
-from mmtrain.parallel.build import build_local_model
 from mmtrain.parallel.feed import StepFeed
 from mmtrain.parallel.feeds.inputs import StepInputs
+from mmtrain.parallel.local_model import build_local_model
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.replica_data import ReplicaData
 from mmtrain.parallel.runtime import PipelineScheduleRuntime

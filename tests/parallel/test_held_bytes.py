@@ -13,7 +13,7 @@ from mmtrain.modality.metadata import DocumentMeta, MicrobatchMeta
 from mmtrain.models.attention.context import attention_context
 from mmtrain.models.build import build_chunk
 from mmtrain.models.initialise import init_weights
-from mmtrain.parallel.context import KeyValueGather, RowExchange
+from mmtrain.parallel.row_exchange import KeyValueGather, RowExchange
 from mmtrain.parallel.tensor import apply_tensor_parallel
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.layer import Division

@@ -7,7 +7,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mmtrain.config.topology import JobLayout
 from mmtrain.modality.typical import reference_sizes
-from mmtrain.parallel.build import build_local_model
+from mmtrain.parallel.local_model import build_local_model
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.planner.partition.partition import partition
 from mmtrain.spec.builders import model_spec

@@ -12,9 +12,9 @@ from mmtrain.errors import PlanError
 from mmtrain.modality.catalogue import division_of
 from mmtrain.modality.submesh import Submesh
 from mmtrain.modality.typical import reference_sizes
-from mmtrain.parallel.build import build_local_model
 from mmtrain.parallel.feed import StepFeed
 from mmtrain.parallel.feeds.inputs import StepInputs
+from mmtrain.parallel.local_model import build_local_model
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.planner.iteration import IterationPlanner

@@ -9,7 +9,7 @@ from mmtrain.config.topology import JobLayout
 from mmtrain.costs.cost_model import FlopsCosts
 from mmtrain.modality.submesh import Submesh
 from mmtrain.modality.typical import reference_sizes
-from mmtrain.parallel.build import build_local_model
+from mmtrain.parallel.local_model import build_local_model
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.planner.iteration import IterationPlanner

@@ -19,14 +19,14 @@ from mmtrain.costs.cost_model import FlopsCosts
 from mmtrain.errors import DataError, PlanError
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.modality.typical import reference_sizes
-from mmtrain.parallel.build import build_local_model
+from mmtrain.parallel.local_model import build_local_model
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.planning import PlanAhead, PlanStatus
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.planner.iteration import IterationPlan, IterationPlanner
 from mmtrain.planner.job import Job
+from mmtrain.planner.make_plan import make_plan
 from mmtrain.planner.partition.partition import partition
-from mmtrain.planner.plan import make_plan
 from mmtrain.planner.search.search import search
 from mmtrain.planner.search.search_options import SearchOptions
 from mmtrain.planner.search_settings import search_options, search_seed

@@ -10,9 +10,9 @@ from mmtrain.config.topology import JobLayout
 from mmtrain.costs.cost_model import FlopsCosts
 from mmtrain.errors import DataError, PlanError
 from mmtrain.modality.typical import reference_sizes
-from mmtrain.parallel.build import build_local_model, check_same_program
 from mmtrain.parallel.feed import StepFeed
 from mmtrain.parallel.feeds.inputs import StepInputs
+from mmtrain.parallel.local_model import build_local_model, check_same_program
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.planner.iteration import IterationPlanner
@@ -202,7 +202,7 @@ def test_different_programs_are_found_before_the_step():
 
 def test_releases_follow_from_the_program():
     """Rank 0 sends an activation; the gradient that comes back proves that it arrived."""
-    from mmtrain.planner.plan import make_plan
+    from mmtrain.planner.make_plan import make_plan
     from mmtrain.schedule.chain import plain_chain
     from mmtrain.schedule.library.catalogue import CATALOGUE
     from mmtrain.schedule.passes.lower import lower

@@ -16,7 +16,7 @@ from mmtrain.parallel.mesh import Channels, build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.parallel.stage import ModalityStage
 from mmtrain.parallel.torch_private import prepare_fsdp
-from mmtrain.planner.plan import make_plan
+from mmtrain.planner.make_plan import make_plan
 from mmtrain.schedule.action import COMPUTE, Action, Kind
 from mmtrain.schedule.chain import plain_chain
 from mmtrain.schedule.library.catalogue import CATALOGUE

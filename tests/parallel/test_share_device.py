@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mmtrain.config.sections import CommConfig
-from mmtrain.data.noise import noise_batch
+from mmtrain.data.noise_batches import noise_batch
 from mmtrain.errors import ConfigError
 from mmtrain.local.profiler import profile_job
 from mmtrain.modality.typical import TypicalSizes

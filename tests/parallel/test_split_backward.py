@@ -24,10 +24,10 @@ from mmtrain.models.build import build_chunk
 from mmtrain.models.initialise import init_weights
 from mmtrain.models.trainable import is_adapter
 from mmtrain.parallel.activation_memory import ActivationMemory
-from mmtrain.parallel.build import build_local_model
 from mmtrain.parallel.feed import StepFeed
 from mmtrain.parallel.feeds.inputs import StepInputs
 from mmtrain.parallel.grads import local_part
+from mmtrain.parallel.local_model import build_local_model
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.parallel.tensor import apply_tensor_parallel

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from mmtrain.config.topology import JobLayout
 from mmtrain.costs.cost_model import FlopsCosts
-from mmtrain.parallel import build
+from mmtrain.parallel import local_model
 from mmtrain.parallel.layer_sums import LayerSums
 from mmtrain.parallel.mesh import Mesh, build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
@@ -46,7 +46,7 @@ def counted(ranks: tuple[int, ...]) -> Iterator[list[int]]:
 def one_step(mesh: Mesh, case: Case) -> tuple[list[int], dict[str, torch.Tensor]]:
     """What this rank sends in one step to its copy, and its gradients."""
     parts, spec = cut(case, LAYOUT), model_spec(case.model)
-    local = build.build_local_model(case.model, spec, parts, mesh, case.training, seed=5)
+    local = local_model.build_local_model(case.model, spec, parts, mesh, case.training, seed=5)
     batches = [make_batch(case.model, images, seed=replica) for replica, images in enumerate(case.images)]
     planner = IterationPlanner(
         Job(

@@ -8,7 +8,7 @@ import pytest
 
 from mmtrain.config import config
 from mmtrain.config.topology import JobLayout
-from mmtrain.data.noise import noise_batch
+from mmtrain.data.noise_batches import noise_batch
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.models.batch import Batch
 from mmtrain.training.trainer import Trainer

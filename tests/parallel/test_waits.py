@@ -23,10 +23,10 @@ from mmtrain.models.attention.varlen import LIMITS
 from mmtrain.models.build import build_chunk
 from mmtrain.models.diffusion import ClipNoise
 from mmtrain.models.transfer import to_device, to_host
-from mmtrain.parallel import build
+from mmtrain.parallel import local_model
 from mmtrain.parallel.action_clock import ActionClock
-from mmtrain.parallel.build import build_local_model
 from mmtrain.parallel.feed_ahead import Uploads
+from mmtrain.parallel.local_model import build_local_model
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.parallel.weight_grads import WeightGrads
@@ -182,8 +182,8 @@ def test_a_step_of_a_rank_waits_for_nothing(shape, name, monkeypatch):
 @contextmanager
 def rank_of(shape, case, rank, monkeypatch) -> Iterator:
     """Runs steps of one rank of a layout on the device without values."""
-    monkeypatch.setattr(build, "_begin", lambda *args: None)
-    monkeypatch.setattr(build, "uses_fsdp", lambda *args, **kwargs: False)  # it wants parameters with values
+    monkeypatch.setattr(local_model, "_begin", lambda *args: None)
+    monkeypatch.setattr(local_model, "uses_fsdp", lambda *args, **kwargs: False)  # it wants parameters with values
     monkeypatch.setattr(parity, "NOISE", ValuelessNoise(DiffusionConfig(), 7, 1, null_token=0))
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=shape.world_size)
     try:

@@ -14,8 +14,8 @@ from mmtrain.modality.submesh import Submesh
 from mmtrain.modality.typical import reference_sizes
 from mmtrain.planner.batching import Batching, check_conservation, make_batching
 from mmtrain.planner.layout import IterationLayout
+from mmtrain.planner.make_problem import make_problem
 from mmtrain.planner.partition.partition import partition
-from mmtrain.planner.problem import make_problem
 from mmtrain.schedule.graph import Work
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.layer import Division

@@ -18,8 +18,8 @@ from mmtrain.planner.deferral import oversize_pairs
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.job import Job
 from mmtrain.planner.layout import IterationLayout
+from mmtrain.planner.make_problem import make_problem
 from mmtrain.planner.partition.partition import Partition, partition
-from mmtrain.planner.problem import make_problem
 from mmtrain.planner.search.search import search
 from mmtrain.planner.search.search_options import SearchOptions
 from mmtrain.schedule.action import Kind

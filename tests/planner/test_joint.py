@@ -17,7 +17,7 @@ from mmtrain.planner.joint import search_iteration
 from mmtrain.planner.search.search import search
 from mmtrain.planner.search.search_options import SearchOptions
 from mmtrain.schedule.plan import check
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 from mmtrain.simulator.typical_iterations import usual_workload
 from mmtrain.simulator.workloads import draw
 

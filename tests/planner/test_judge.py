@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mmtrain.errors import PlanError
 from mmtrain.planner.judge import judge
-from mmtrain.planner.plan import make_plan
+from mmtrain.planner.make_plan import make_plan
 from mmtrain.planner.plan_json import plan_to_json
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.problem import P2P, PlanningProblem

@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mmtrain.planner.bound import lower_bound_s
+from mmtrain.planner.make_plan import make_plan
 from mmtrain.planner.memory_bound import memory_bound_s
-from mmtrain.planner.plan import make_plan
 from mmtrain.planner.search.search_options import SearchOptions
 from mmtrain.schedule.action import RESULT_OF, Kind
 from mmtrain.schedule.graph import ModuleStages, Work

@@ -10,8 +10,8 @@ from mmtrain.modality.metadata import DocumentMeta, IterationMeta, MicrobatchMet
 from mmtrain.modality.typical import TypicalSizes
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.job_schedule import job_schedule
+from mmtrain.planner.make_plan import JobMethod, best_of, make_plan
 from mmtrain.planner.memory.limit import MemoryRule
-from mmtrain.planner.plan import JobMethod, best_of, make_plan
 from mmtrain.planner.result import PlanResult
 from mmtrain.planner.search.search_options import SearchOptions
 from mmtrain.planner.search_settings import (
@@ -20,7 +20,7 @@ from mmtrain.planner.search_settings import (
     search_threads,
     show_switches,
 )
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 from mmtrain.simulator.workloads import draw
 from tests.schedule.problems import as_units, chain, two_modules
 

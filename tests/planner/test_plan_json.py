@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 
 from mmtrain.errors import PlanError
 from mmtrain.planner.bound import lower_bound_s
-from mmtrain.planner.plan import make_plan
+from mmtrain.planner.make_plan import make_plan
 from mmtrain.planner.plan_json import KEYS, plan_from_json, plan_to_json
 from mmtrain.planner.result import PlanResult
 from mmtrain.schedule.problem import PlanningProblem

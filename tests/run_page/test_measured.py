@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.run_page.charts import charts
 from mmtrain.run_page.measured import breakdown
+from mmtrain.run_page.page_charts import charts
 from mmtrain.run_page.runs import read_run
 from mmtrain.simulator.breakdown import TimePart
 from tests.run_page.test_runs import STEP, write_run

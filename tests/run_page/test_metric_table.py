@@ -1,8 +1,8 @@
 """The table of metrics says the truth about the page, and has each name once."""
 
-from mmtrain.run_page.charts import charts
 from mmtrain.run_page.metric_table import BY_NAME, METRICS
 from mmtrain.run_page.numbers import numbers
+from mmtrain.run_page.page_charts import charts
 from mmtrain.run_page.runs import RunContents
 
 

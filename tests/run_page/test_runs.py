@@ -3,9 +3,9 @@ import json
 import pytest
 
 from mmtrain.errors import ConfigError
-from mmtrain.run_page.charts import charts, thinned
 from mmtrain.run_page.numbers import numbers
 from mmtrain.run_page.page import page, write_page
+from mmtrain.run_page.page_charts import charts, thinned
 from mmtrain.run_page.runs import evenly, read_run
 
 STEP = {"loss": 2.0, "tokens": 100, "image_tokens": 40, "video_tokens": 0, "tps": 50.0, "step_time_s": 1.0,

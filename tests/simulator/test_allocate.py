@@ -13,8 +13,8 @@ from mmtrain.config.topology import JobLayout
 from mmtrain.costs.machine import Machine
 from mmtrain.errors import ConfigError
 from mmtrain.simulator.allocation.allocate import allocate, described
-from mmtrain.simulator.job import make_job
-from mmtrain.simulator.steps import divided, packed_step
+from mmtrain.simulator.drawn_steps import divided, packed_step
+from mmtrain.simulator.make_job import make_job
 from mmtrain.simulator.whole_iteration import IterationSimulator
 
 ON_A40 = ["planner.hardware=a40", "training.global_batch_size=8"]

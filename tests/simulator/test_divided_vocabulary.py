@@ -11,18 +11,18 @@ from mmtrain.config.config import Config
 from mmtrain.costs.job_costs import cost_model
 from mmtrain.costs.measured_costs import MeasuredCosts
 from mmtrain.costs.operator_costs import OperatorCosts
-from mmtrain.costs.operators.graph import Phase
+from mmtrain.costs.operators.operator_graph import Phase
 from mmtrain.errors import ConfigError
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.modality.typical import TypicalSizes, reference_sizes
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.job import Job
-from mmtrain.planner.memory.rank_state import Sharding
+from mmtrain.planner.make_plan import make_plan
+from mmtrain.planner.memory.rank_bytes import Sharding
 from mmtrain.planner.partition.pipeline_layout import show_layout
-from mmtrain.planner.plan import make_plan
 from mmtrain.planner.search.search_options import SearchOptions
 from mmtrain.schedule.library.catalogue import CATALOGUE
-from mmtrain.simulator.job import job_spec, make_job
+from mmtrain.simulator.make_job import job_spec, make_job
 from mmtrain.simulator.pipeline_sums import PipelineSums
 from mmtrain.simulator.shrink import shrink
 from mmtrain.simulator.typical_iterations import TypicalIterations

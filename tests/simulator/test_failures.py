@@ -13,11 +13,11 @@ from mmtrain.errors import ConfigError
 from mmtrain.simulator.allocation.compositions import Template, Templates
 from mmtrain.simulator.allocation.mapping import MappedStage, StageMapping
 from mmtrain.simulator.allocation.templates import TemplateMaker, layer_bytes
+from mmtrain.simulator.failures.comparison import compare, systems
 from mmtrain.simulator.failures.oobleck import Oobleck, least_variance, literal_templates, mapped_partition
-from mmtrain.simulator.failures.replay import FailureCosts, replay
-from mmtrain.simulator.failures.report import compare, systems
 from mmtrain.simulator.failures.systems import BestComposition, EqualPipelines, LocalRule, ReRouting
 from mmtrain.simulator.failures.trace import Event, Trace, drawn_trace, read_trace, seconds_of
+from mmtrain.simulator.failures.trace_replay import FailureCosts, replay
 from mmtrain.spec.builders import model_spec
 
 TRACES = Path(__file__).parent.parent.parent / "benchmarks" / "traces"

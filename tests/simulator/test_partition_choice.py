@@ -16,7 +16,7 @@ from mmtrain.planner.memory.limit import MemoryRule
 from mmtrain.planner.partition.partition import Partition
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.simulator.cut_search import FINALISTS, WORTH, microbatches_to_judge
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 from mmtrain.simulator.partition_choice import choose_partition, partition_of
 from mmtrain.simulator.typical_iterations import TypicalIterations
 from mmtrain.spec.builders import model_spec
@@ -110,7 +110,7 @@ def test_a_short_job_is_cut_without_the_kernels_of_the_search(job, tmp_path) -> 
         made = make_job(chosen)
         typical = TypicalIterations.draw(chosen, made.spec, made.costs, made.sub_microbatch_size)
         assert typical.is_short is is_short
-    script = "import sys; from mmtrain.config import config; from mmtrain.simulator.job import make_job\n"
+    script = "import sys; from mmtrain.config import config; from mmtrain.simulator.make_job import make_job\n"
     script += "print(make_job(config.load(sys.argv[1], sys.argv[2:])).partition_summary[:10])\n"
     script += "print('numba.np.arraymath' in sys.modules)"  # which the first call of a kernel loads
     words = [
@@ -262,7 +262,7 @@ def test_the_choice_follows_from_the_config_alone(job, tmp_path) -> None:
     chosen = job()
     words = make_job(chosen).partition_summary
     assert make_job(job("debug.seed=7", "data.source=elsewhere")).partition_summary == words
-    script = "import sys; from mmtrain.config import config; from mmtrain.simulator.job import make_job\n"
+    script = "import sys; from mmtrain.config import config; from mmtrain.simulator.make_job import make_job\n"
     script += "print(make_job(config.load(sys.argv[1])).partition_summary)"
     for seed in ("1", "2"):  # as on other ranks
         answer = subprocess.run(
@@ -439,7 +439,7 @@ def test_seconds_of_layers_are_those_that_planning_counts(job) -> None:
         made = make_job(chosen)
         typical = TypicalIterations.draw(chosen, made.spec, made.costs, made.sub_microbatch_size)
         total = sum(map(sum, typical.layer_seconds().values()))
-        from mmtrain.planner.problem import make_problem
+        from mmtrain.planner.make_problem import make_problem
 
         counted = 0.0
         for batching in typical.batchings:

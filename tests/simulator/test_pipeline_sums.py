@@ -11,13 +11,13 @@ import torch.distributed as dist
 from mmtrain.config import config
 from mmtrain.config.config import Config, each_pipeline
 from mmtrain.costs.machine import NominalNetwork
-from mmtrain.costs.operators.graph import OpKind
-from mmtrain.parallel.build import build_local_model
+from mmtrain.costs.operators.operator_graph import OpKind
 from mmtrain.parallel.layer_sums import LayerSums
+from mmtrain.parallel.local_model import build_local_model
 from mmtrain.parallel.mesh import build_mesh
-from mmtrain.planner.memory.rank_state import Sharding
+from mmtrain.planner.memory.rank_bytes import Sharding
 from mmtrain.schedule.problem import P2P
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 from mmtrain.simulator.pipeline_sums import PipelineSums, SumMessage
 from tests.ranks import run_ranks
 

@@ -13,7 +13,7 @@ from mmtrain.config.config import Config
 from mmtrain.errors import ConfigError
 from mmtrain.planner.job import Job
 from mmtrain.planner.partition.partition import divide_ranks, rank_loads
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 from mmtrain.simulator.typical_iterations import TypicalIterations
 
 COSTS = st.lists(st.integers(1, 9).map(float), min_size=1, max_size=6)

@@ -22,10 +22,10 @@ from mmtrain.config.model import (
 from mmtrain.config.sections import ParallelismConfig, TrainingConfig
 from mmtrain.errors import ConfigError
 from mmtrain.modality.buckets import most_frames, video_geometry
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 from mmtrain.simulator.shrink import MOST_RANKS, shrink
 from mmtrain.spec.builders import model_spec
-from mmtrain.spec.shapes import dit_shape, language_shape
+from mmtrain.spec.model_shapes import dit_shape, language_shape
 from mmtrain.spec.small import fewer_blocks
 from mmtrain.spec.vae_shapes import vae_shape
 from mmtrain.spec.vision_shapes import vision_shape

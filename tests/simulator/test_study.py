@@ -409,7 +409,7 @@ def test_clips_are_not_for_other_models(capsys):
 def test_a_problem_of_a_text_to_video_job_is_planned(tmp_path, capsys):
     from mmtrain.modality.typical import TypicalSizes
     from mmtrain.planner.iteration import IterationPlanner
-    from mmtrain.simulator.job import make_job
+    from mmtrain.simulator.make_job import make_job
     from mmtrain.simulator.workloads import draw
 
     job = t2v_question("training.global_batch_size=6").config

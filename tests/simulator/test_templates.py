@@ -15,12 +15,12 @@ from mmtrain.errors import ConfigError, MemoryLimitError
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.planner.assignment.sample_costs import SamplePricer
 from mmtrain.simulator.allocation.candidate import Candidate
+from mmtrain.simulator.allocation.candidate_judge import Judged
 from mmtrain.simulator.allocation.compositions import Template
 from mmtrain.simulator.allocation.degrees import priced_layers, values_of
-from mmtrain.simulator.allocation.judge import Judged
 from mmtrain.simulator.allocation.template_report import compositions
 from mmtrain.simulator.allocation.templates import TemplateMaker, layer_bytes, oobleck_templates, sums_s
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 from mmtrain.simulator.whole_iteration import IterationSimulator
 from mmtrain.spec.builders import model_spec
 

@@ -10,11 +10,11 @@ from mmtrain.config import config
 from mmtrain.config.topology import JobLayout
 from mmtrain.errors import ConfigError
 from mmtrain.simulator.allocation.candidate import Candidate
+from mmtrain.simulator.allocation.candidate_judge import Effort, Judge, Judged
 from mmtrain.simulator.allocation.degrees import values_of
-from mmtrain.simulator.allocation.judge import Effort, Judge, Judged
 from mmtrain.simulator.allocation.space import AXES, Space
 from mmtrain.simulator.allocation.tune import Tuner, ordered
-from mmtrain.simulator.steps import drawn_steps
+from mmtrain.simulator.drawn_steps import drawn_steps
 from mmtrain.simulator.typical_iterations import usual_workload
 from tests.jobs import write_config
 

@@ -11,19 +11,19 @@ from mmtrain.commands.cli import main
 from mmtrain.config import config
 from mmtrain.config.config import Config, each_pipeline
 from mmtrain.costs.machine import Machine, NominalNetwork
-from mmtrain.costs.operators.graph import OpKind
+from mmtrain.costs.operators.operator_graph import OpKind
 from mmtrain.errors import ConfigError
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.planner.assignment.dealing import Dealer
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.memory.rank_state import Sharding
-from mmtrain.planner.plan import make_plan
+from mmtrain.planner.make_plan import make_plan
+from mmtrain.planner.memory.rank_bytes import Sharding
 from mmtrain.schedule.problem import P2P
 from mmtrain.schedule.timeline import Timeline
 from mmtrain.simulator.allocation.candidate import Candidate
-from mmtrain.simulator.allocation.judge import Effort, Judge
-from mmtrain.simulator.job import make_job
-from mmtrain.simulator.steps import divided, drawn_steps
+from mmtrain.simulator.allocation.candidate_judge import Effort, Judge
+from mmtrain.simulator.drawn_steps import divided, drawn_steps
+from mmtrain.simulator.make_job import make_job
 from mmtrain.simulator.whole_iteration import IterationSimulator
 
 NETWORK = NominalNetwork(p2p=P2P(latency_s=0.01, bytes_per_s=1e8))

@@ -10,7 +10,7 @@ from mmtrain.errors import PlanError
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.modality.typical import TypicalSizes
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.plan import make_plan
+from mmtrain.planner.make_plan import make_plan
 from mmtrain.schedule.problem import P2P
 from mmtrain.schedule.timeline import Timeline
 from mmtrain.simulator.whole_iteration import IterationSimulator

@@ -4,7 +4,7 @@ import pytest
 
 from mmtrain.config.config import load
 from mmtrain.errors import ConfigError
-from mmtrain.simulator.job import job_spec
+from mmtrain.simulator.make_job import job_spec
 from mmtrain.spec.vocabulary import LOSS_CHUNK_BYTES
 
 

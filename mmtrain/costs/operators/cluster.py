@@ -9,8 +9,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mmtrain.costs.operators.graph import DeviceKind, OpKind, Phase
 from mmtrain.costs.operators.hardware import DeviceLink, Hardware, hardware_names, load_hardware
+from mmtrain.costs.operators.operator_graph import DeviceKind, OpKind, Phase
 from mmtrain.errors import ConfigError
 
 _CLUSTER = re.compile(r"(?P<hardware>.+?)x(?P<gpus>\d+)")

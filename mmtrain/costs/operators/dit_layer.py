@@ -19,7 +19,7 @@ from mmtrain.costs.operators.modules import (
 )
 from mmtrain.costs.operators.tape import Tape, Var
 from mmtrain.spec.layer import LayerSpec
-from mmtrain.spec.shapes import DitShape
+from mmtrain.spec.model_shapes import DitShape
 from mmtrain.spec.work_size import TIME_ROWS, Rates
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mmtrain.costs.operators.cluster import sent_bytes
-from mmtrain.costs.operators.graph import DeviceKind, OpKind, Phase
+from mmtrain.costs.operators.operator_graph import DeviceKind, OpKind, Phase
 from mmtrain.costs.operators.tape import Var
 
 

@@ -13,8 +13,8 @@ from functools import cached_property
 
 import numpy as np
 
-from mmtrain.costs.operators.graph import Device, Graph
 from mmtrain.costs.operators.latency import Floats, Latencies
+from mmtrain.costs.operators.operator_graph import Device, Graph
 from mmtrain.spec.work_size import ZERO_WORK, WorkSize
 
 

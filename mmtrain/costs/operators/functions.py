@@ -1,6 +1,6 @@
 """Functions of activations between modules: sums, concatenation, views and selection of rows. Pure."""
 
-from mmtrain.costs.operators.graph import Phase
+from mmtrain.costs.operators.operator_graph import Phase
 from mmtrain.costs.operators.tape import Var
 from mmtrain.spec.work_size import Rates
 

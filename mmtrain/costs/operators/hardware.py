@@ -16,7 +16,7 @@ from typing import Any
 
 from mmtrain.config.toml_sections import merged_tables, shown
 from mmtrain.config.toml_text import read_toml
-from mmtrain.costs.operators.graph import DeviceKind, OpKind, Phase
+from mmtrain.costs.operators.operator_graph import DeviceKind, OpKind, Phase
 from mmtrain.costs.overheads import NO_OVERHEADS, Overheads
 from mmtrain.errors import ConfigError, nearest
 

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mmtrain.costs.operators.coefficients import Coefficients, coefficients, values
-from mmtrain.costs.operators.graph import DeviceKind, Graph, Operator, OpKind
 from mmtrain.costs.operators.hardware import DeviceLink, Hardware, Tiles
+from mmtrain.costs.operators.operator_graph import DeviceKind, Graph, Operator, OpKind
 from mmtrain.spec.work_size import ZERO_WORK, WorkSize
 
 TICK_S = 2.0**-40

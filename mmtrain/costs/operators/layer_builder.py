@@ -11,7 +11,6 @@ from mmtrain.costs.operators.exchanges import (
     use_for_parts,
 )
 from mmtrain.costs.operators.functions import add, concat, split
-from mmtrain.costs.operators.graph import DeviceKind
 from mmtrain.costs.operators.modules import (
     AddRow,
     Attention,
@@ -19,10 +18,11 @@ from mmtrain.costs.operators.modules import (
     Linear,
     activation,
 )
+from mmtrain.costs.operators.operator_graph import DeviceKind
 from mmtrain.costs.operators.tape import Tape, Var
 from mmtrain.spec.layer import Division, LayerSpec
 from mmtrain.spec.linears import LinearLayer as NamedLinear
-from mmtrain.spec.modules import ModuleShape, Projection
+from mmtrain.spec.module_sizes import ModuleShape, Projection
 from mmtrain.spec.work_size import Rates
 
 PROJECTOR_LINEARS = ("fc1", "fc2")

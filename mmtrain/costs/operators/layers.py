@@ -15,13 +15,13 @@ of clean latents in its head.
 """
 
 from mmtrain.costs.operators.dit_layer import DitLayer
-from mmtrain.costs.operators.graph import Graph, Operator
 from mmtrain.costs.operators.layer_builder import KEYS, DescribedModule
+from mmtrain.costs.operators.operator_graph import Graph, Operator
 from mmtrain.costs.operators.tape import Tape
 from mmtrain.costs.operators.transformer_layer import TransformerLayer
 from mmtrain.costs.operators.vae_layer import encode
 from mmtrain.spec.layer import LayerSpec
-from mmtrain.spec.shapes import DitShape
+from mmtrain.spec.model_shapes import DitShape
 from mmtrain.spec.vae_shapes import VaeShape
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from mmtrain.costs.operators.graph import OpKind, Phase, ProductShape
+from mmtrain.costs.operators.operator_graph import OpKind, Phase, ProductShape
 from mmtrain.costs.operators.tape import Gradients, Parameter, Var
 from mmtrain.spec.work_size import Rates
 

@@ -15,7 +15,16 @@ Source: PipeWeaver's SEMU, section 4.1 (gradient and weight backward of a linear
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from mmtrain.costs.operators.graph import Device, DeviceKind, Graph, Operator, OpKind, Phase, ProductShape, TensorNode
+from mmtrain.costs.operators.operator_graph import (
+    Device,
+    DeviceKind,
+    Graph,
+    Operator,
+    OpKind,
+    Phase,
+    ProductShape,
+    TensorNode,
+)
 from mmtrain.spec.work_size import ZERO_RATES, Rates
 
 

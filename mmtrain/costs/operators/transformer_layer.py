@@ -8,7 +8,6 @@ from mmtrain.costs.operators.exchanges import (
     gather,
 )
 from mmtrain.costs.operators.functions import add, concat, mean_rows, replace_rows, reshape, select, split
-from mmtrain.costs.operators.graph import OpKind
 from mmtrain.costs.operators.layer_builder import PROJECTOR_LINEARS, DescribedModule, LayerBuilder
 from mmtrain.costs.operators.modules import (
     AddRow,
@@ -21,7 +20,8 @@ from mmtrain.costs.operators.modules import (
     Norm,
     activation,
 )
-from mmtrain.costs.operators.pairs import contrast
+from mmtrain.costs.operators.operator_graph import OpKind
+from mmtrain.costs.operators.pair_loss import contrast
 from mmtrain.costs.operators.tape import Tape, Var
 from mmtrain.families.shapes import WINDOWED, LanguageShape, VisionShape
 from mmtrain.spec.contrast import CONTRAST

@@ -5,8 +5,8 @@ for each frame: all clips of a work count as one call.
 """
 
 from mmtrain.costs.operators.functions import reshape, split
-from mmtrain.costs.operators.graph import OpKind, Phase
 from mmtrain.costs.operators.modules import Attention, Elementwise, Norm
+from mmtrain.costs.operators.operator_graph import OpKind, Phase
 from mmtrain.costs.operators.tape import Tape, Var
 from mmtrain.spec.vae_shapes import PIXEL_CHANNELS, EncoderConvolution, VaeShape
 from mmtrain.spec.work_size import Rates

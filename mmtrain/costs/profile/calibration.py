@@ -13,9 +13,9 @@ import numpy as np
 from mmtrain.config.config import Config
 from mmtrain.costs.operator_costs import OperatorCosts
 from mmtrain.costs.operators.cluster import Cluster
-from mmtrain.costs.operators.graph import Graph, OpKind, Phase
 from mmtrain.costs.operators.hardware import Hardware, load_hardware
 from mmtrain.costs.operators.latency import Latencies
+from mmtrain.costs.operators.operator_graph import Graph, OpKind, Phase
 from mmtrain.costs.profile.fits import Floats, non_negative_least_squares
 from mmtrain.costs.profile.profile import LayerProfile, Profile
 from mmtrain.spec.builders import DTYPE_BYTES

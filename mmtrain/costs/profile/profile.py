@@ -20,9 +20,9 @@ from mmtrain.errors import ConfigError, PlanError
 from mmtrain.families.shapes import FULL
 from mmtrain.schedule.io import strict_json
 from mmtrain.spec.layer import LayerSpec
-from mmtrain.spec.modules import families
+from mmtrain.spec.model_shapes import language_shape
+from mmtrain.spec.module_sizes import families
 from mmtrain.spec.recomputation import Recomputation
-from mmtrain.spec.shapes import language_shape
 from mmtrain.spec.spec import ModelSpec
 from mmtrain.spec.vocabulary import loss_chunk_tokens
 from mmtrain.spec.work_size import WorkSize

@@ -6,7 +6,7 @@ from typing import Literal
 
 from PIL import Image, ImageDraw
 
-from mmtrain.data.toy.folder import COLOURS
+from mmtrain.data.toy.data_set import COLOURS
 
 ChartKind = Literal["bar", "line", "pie"]
 

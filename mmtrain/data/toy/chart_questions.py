@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mmtrain.data.toy.chart_drawing import KINDS, MAX_VALUE, ChartKind, DrawnChart
+from mmtrain.data.toy.data_set import COLOURS
 from mmtrain.data.toy.decks import Decks
-from mmtrain.data.toy.folder import COLOURS
 
 GRADES = ("easy", "medium", "hard", "text")
 GRADE_SHARES = (10, 4, 3, 3)

@@ -17,7 +17,7 @@ from mmtrain.data.toy.chart_questions import (
     Conversation,
     ConversationMaker,
 )
-from mmtrain.data.toy.folder import MESSAGES, DataSet, Summary, card_head, image_value
+from mmtrain.data.toy.data_set import MESSAGES, DataSet, Summary, card_head, image_value
 
 _FEATURES = {
     "messages": MESSAGES,

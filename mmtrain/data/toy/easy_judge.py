@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mmtrain.data.toy.folder import COLOURS
+from mmtrain.data.toy.data_set import COLOURS
 from mmtrain.data.toy.shape_clips import BACKGROUNDS, EASY_BACKGROUNDS, EASY_COLOURS, easy_captions
 
 PROMPTS = tuple(easy_captions())

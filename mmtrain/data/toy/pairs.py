@@ -13,7 +13,7 @@ from typing import Any
 
 from PIL import Image
 
-from mmtrain.data.toy.folder import COLOURS, DataSet, Summary, card_head, image_value
+from mmtrain.data.toy.data_set import COLOURS, DataSet, Summary, card_head, image_value
 from mmtrain.data.toy.shape_clips import BACKGROUNDS, KINDS, SIZES, MovingShape, ShapeClip, ShapeKind, draw
 
 SIDE = 32

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from mmtrain.data.toy.folder import COLOURS
+from mmtrain.data.toy.data_set import COLOURS
 
 ShapeKind = Literal["circle", "square", "triangle", "diamond", "cross"]
 Motion = Literal["right", "left", "up", "down", "still", "sideways", "vertical"]

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from PIL import Image
 
 from mmtrain.data.clip_images import enlarged, save_gif, sheet
-from mmtrain.data.toy.folder import COLOURS, DataSet, Summary, card_head, image_value
+from mmtrain.data.toy.data_set import COLOURS, DataSet, Summary, card_head, image_value
 from mmtrain.data.toy.shape_clips import (
     EASY_BACKGROUNDS,
     EASY_COLOURS,

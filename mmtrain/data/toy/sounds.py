@@ -13,8 +13,8 @@ import numpy as np
 from PIL import Image
 
 from mmtrain.data.sounds import wav_bytes
+from mmtrain.data.toy.data_set import COLOURS, MESSAGES, DataSet, Summary, card_head, image_value
 from mmtrain.data.toy.decks import Decks
-from mmtrain.data.toy.folder import COLOURS, MESSAGES, DataSet, Summary, card_head, image_value
 
 RATE = 16_000
 """Samples a second."""

@@ -9,7 +9,7 @@ from mmtrain.errors import ConfigError
 from mmtrain.families.shapes import LanguageShape, VisionShape
 from mmtrain.models.attention.flex import LEAST_COLUMNS
 from mmtrain.models.attention.varlen import LIMITS
-from mmtrain.spec.modules import shape_of
+from mmtrain.spec.module_sizes import shape_of
 
 Backend = Literal["auto", "sdpa", "varlen", "flex"]
 

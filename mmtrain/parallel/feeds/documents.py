@@ -15,8 +15,8 @@ from mmtrain.modality.submesh import Indices
 from mmtrain.models.attention.context import AttentionContext, attention_context
 from mmtrain.models.batch import IGNORE_INDEX, by_module, head_arguments, labelled_tokens
 from mmtrain.models.chunk import FeatureRows
-from mmtrain.parallel.context import RowExchange
 from mmtrain.parallel.feeds.inputs import Arguments, StepInputs
+from mmtrain.parallel.row_exchange import RowExchange
 from mmtrain.spec.spec import ModuleSpec
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from mmtrain.modality.base import first_of
 from mmtrain.modality.images import ImagesLayout
 from mmtrain.models.batch import by_module
-from mmtrain.parallel.context import KeyValueGather
 from mmtrain.parallel.feeds.inputs import Arguments, StepInputs
+from mmtrain.parallel.row_exchange import KeyValueGather
 from mmtrain.spec.spec import ModuleSpec
 
 

@@ -14,9 +14,9 @@ from mmtrain.models.attention.context import AttentionChoices
 from mmtrain.models.batch import Batch
 from mmtrain.models.diffusion import ClipNoise
 from mmtrain.models.transfer import to_device
-from mmtrain.parallel.context import KeyValueGather, RowExchange
 from mmtrain.parallel.feed_ahead import Uploads
 from mmtrain.parallel.mesh import Mesh
+from mmtrain.parallel.row_exchange import KeyValueGather, RowExchange
 from mmtrain.planner.layout import IterationLayout
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

@@ -15,7 +15,7 @@ from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.planner.assignment.assignment import Dealt
 from mmtrain.planner.batching import make_batching
 from mmtrain.planner.job import Job
-from mmtrain.planner.problem import rank_seconds
+from mmtrain.planner.make_problem import rank_seconds
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from mmtrain.config.planner import PlannerConfig
 from mmtrain.costs.operators.cluster import Cluster
 from mmtrain.costs.operators.hardware import Hardware
 from mmtrain.errors import MemoryLimitError
-from mmtrain.planner.memory.rank_state import RankBytes, Sharding
+from mmtrain.planner.memory.rank_bytes import RankBytes, Sharding
 from mmtrain.planner.partition.partition import Partition
 from mmtrain.schedule.library.memory import components
 from mmtrain.schedule.plan import exceeds

@@ -17,7 +17,7 @@ from typing import Literal
 
 from mmtrain.config.model import section_of
 from mmtrain.errors import ConfigError
-from mmtrain.modality.split import split_evenly
+from mmtrain.modality.equal_parts import split_evenly
 from mmtrain.planner.partition.balance import level_owners
 from mmtrain.planner.partition.pipeline_layout import chunk_bounds
 from mmtrain.schedule.graph import ModuleStages

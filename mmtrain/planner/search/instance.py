@@ -32,7 +32,7 @@ from mmtrain.planner.search.kernels.arrays import (
 )
 from mmtrain.schedule.action import Action, Braid, Kind
 from mmtrain.schedule.library.memory import components
-from mmtrain.schedule.limits import GROUPS_BY_RANKS
+from mmtrain.schedule.number_ranges import GROUPS_BY_RANKS
 from mmtrain.schedule.option import Load
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import Option, PlanningProblem

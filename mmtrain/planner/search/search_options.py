@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from mmtrain.costs.noise import EXACT, Noise
 from mmtrain.errors import PlanError
 from mmtrain.planner.search.chains import AnnealChain, Chain, TreeChain
-from mmtrain.schedule.limits import THREADS
+from mmtrain.schedule.number_ranges import THREADS
 
 if TYPE_CHECKING:  # a search needs no config, whose import takes as long as the rest of the planner
     from mmtrain.config.planner import Strategy

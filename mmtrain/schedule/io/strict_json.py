@@ -10,7 +10,7 @@ from reprlib import Repr
 from typing import Any
 
 from mmtrain.errors import PlanError, for_terminal
-from mmtrain.schedule.limits import FILE_BYTES
+from mmtrain.schedule.number_ranges import FILE_BYTES
 
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 200

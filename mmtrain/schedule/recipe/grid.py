@@ -10,8 +10,8 @@ import numpy as np
 from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.recipe import kernel
-from mmtrain.schedule.recipe.arrays import Arrays
-from mmtrain.schedule.recipe.bound import Bound
+from mmtrain.schedule.recipe.bound_recipe import Bound
+from mmtrain.schedule.recipe.kernel_state import Arrays
 from mmtrain.schedule.recipe.language import Recipe
 from mmtrain.schedule.recipe.policy import plan_with
 from mmtrain.schedule.recipe.shared import Shared

@@ -14,7 +14,7 @@ from mmtrain.schedule.action import BRAID, KINDS, Kind
 from mmtrain.schedule.graph import InstructionNode as PlannedInstruction
 from mmtrain.schedule.graph import ModuleStages, WorkGraph, linear_extension
 from mmtrain.schedule.items import Result
-from mmtrain.schedule.limits import SECONDS
+from mmtrain.schedule.number_ranges import SECONDS
 
 RESULTS = (Kind.F, Kind.B)
 """The results of its own stage and work that an instruction may name; B is the gradient of the stage's input."""

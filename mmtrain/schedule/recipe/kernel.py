@@ -1,4 +1,4 @@
-"""The rules of `ranks` for numba: a whole run of a recipe, on arrays, 13 to 17 times as fast.
+"""The rules of `rank_policy` for numba: a whole run of a recipe, on arrays, 13 to 17 times as fast.
 
 `run` repeats `Engine.run`, the choices of `ranks.Ranks` and the admission of `library.memory.Memory`, as numba compiles
 none of them; tests hold both runs equal. `compiled` returns the compiled one.

@@ -6,9 +6,9 @@ from mmtrain.schedule.engine import Engine
 from mmtrain.schedule.passes.separate import separate_gradients
 from mmtrain.schedule.plan import Plan, exceeds
 from mmtrain.schedule.problem import PlanningProblem
-from mmtrain.schedule.recipe.bound import Bound
+from mmtrain.schedule.recipe.bound_recipe import Bound
 from mmtrain.schedule.recipe.language import Recipe
-from mmtrain.schedule.recipe.ranks import Ranks
+from mmtrain.schedule.recipe.rank_policy import Ranks
 from mmtrain.schedule.recipe.shared import Shared
 
 
@@ -56,9 +56,9 @@ def _run(bound: Bound, *, at_once: bool = False) -> Plan:
 
 def _compiled(bound: Bound) -> Plan | None:
     """The plan of one run of the kernel; None: it gets stuck, and `_run` says why."""
-    from mmtrain.schedule.recipe import arrays, kernel  # with numpy and numba
+    from mmtrain.schedule.recipe import kernel, kernel_state  # with numpy and numba
 
-    state = arrays.Arrays(bound.shared).state(bound)
+    state = kernel_state.Arrays(bound.shared).state(bound)
     complete = kernel.compiled().run(state) == bound.num_actions
     return bound.plan(map(int, state.begun)) if complete else None
 

@@ -15,10 +15,10 @@ from mmtrain.config.config import Config
 from mmtrain.errors import ConfigError
 from mmtrain.planner.assignment.sample_costs import PricedSample, SampleCosts, SamplePricer
 from mmtrain.simulator.allocation.candidate import toml_of
+from mmtrain.simulator.allocation.candidate_judge import GIB, Effort, Judge, Judged
 from mmtrain.simulator.allocation.degrees import Estimate, estimates, per_microbatch
-from mmtrain.simulator.allocation.judge import GIB, Effort, Judge, Judged
 from mmtrain.simulator.allocation.stable_batch import LARGEST, Floats, StableBatch, stable_batch
-from mmtrain.simulator.steps import packed_step
+from mmtrain.simulator.drawn_steps import packed_step
 
 FINALISTS = 6
 """Candidates that are simulated by default, half of them with modules on ranks of their own if enough of those run."""

@@ -12,11 +12,11 @@ from mmtrain.config.model import section_of
 from mmtrain.config.topology import JobLayout
 from mmtrain.costs.operators.cluster import Cluster
 from mmtrain.errors import ConfigError
-from mmtrain.modality.split import split_evenly
+from mmtrain.modality.equal_parts import split_evenly
 from mmtrain.planner.assignment.sample_costs import SampleCosts, SamplePricer, times
 from mmtrain.simulator.allocation.candidate import Candidate
 from mmtrain.simulator.allocation.stable_batch import proportional
-from mmtrain.simulator.job import check_degrees
+from mmtrain.simulator.make_job import check_degrees
 from mmtrain.spec.work_size import ZERO_WORK, WorkSize
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from mmtrain.errors import PlanError
 from mmtrain.schedule.problem import PlanningProblem
-from mmtrain.schedule.recipe.files import text_of
 from mmtrain.schedule.recipe.flexpipe_types import flexpipe_types
 from mmtrain.schedule.recipe.grid import RecipeGrid
 from mmtrain.schedule.recipe.language import Recipe
+from mmtrain.schedule.recipe.schedule_files import text_of
 
 
 def best_recipes(folder: Path, num_ranks: int, problem_of: Callable[[Path], PlanningProblem | None]) -> Iterator[Path]:

@@ -11,7 +11,7 @@ from mmtrain.config.toml_sections import shown
 from mmtrain.config.topology import JobLayout
 from mmtrain.costs.operators.cluster import Cluster
 from mmtrain.errors import ConfigError, nearest
-from mmtrain.schedule.recipe.files import schedule_of
+from mmtrain.schedule.recipe.schedule_files import schedule_of
 from mmtrain.simulator.allocation.candidate import Candidate
 from mmtrain.simulator.allocation.degrees import meshes, values_of
 from mmtrain.simulator.study import PLANNED_LIMIT

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from mmtrain.config.config import Config, value_of
 from mmtrain.config.topology import JobLayout
 from mmtrain.simulator.allocation.candidate import toml_of
+from mmtrain.simulator.allocation.candidate_judge import GIB
 from mmtrain.simulator.allocation.compositions import Composition, Templates
-from mmtrain.simulator.allocation.judge import GIB
 from mmtrain.simulator.study_report import aligned
 
 

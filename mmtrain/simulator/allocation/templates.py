@@ -22,17 +22,17 @@ from mmtrain.config.elastic import ElasticConfig
 from mmtrain.config.topology import JobLayout
 from mmtrain.costs.machine import RankNetwork
 from mmtrain.costs.operators.cluster import Cluster
-from mmtrain.costs.operators.graph import DeviceKind, OpKind, Phase
+from mmtrain.costs.operators.operator_graph import DeviceKind, OpKind, Phase
 from mmtrain.errors import ConfigError
 from mmtrain.planner.assignment.sample_costs import SampleCosts, SamplePricer
-from mmtrain.planner.memory.rank_state import Sharding, param_state_bytes
+from mmtrain.planner.memory.rank_bytes import Sharding, param_state_bytes
 from mmtrain.planner.partition.partition import Partition
 from mmtrain.simulator.allocation.candidate import Candidate
+from mmtrain.simulator.allocation.candidate_judge import GIB, Effort, Judge, Judged
 from mmtrain.simulator.allocation.compositions import Composition, Layer, Template, Templates, check_microbatches
 from mmtrain.simulator.allocation.degrees import divisors, priced_layers, values_of
-from mmtrain.simulator.allocation.judge import GIB, Effort, Judge, Judged
 from mmtrain.simulator.allocation.mapping import map_stages
-from mmtrain.simulator.steps import StepMicrobatches, packed_step
+from mmtrain.simulator.drawn_steps import StepMicrobatches, packed_step
 from mmtrain.spec.builders import DTYPE_BYTES, model_spec
 from mmtrain.spec.spec import ModelSpec
 

@@ -26,7 +26,7 @@ from mmtrain.config.topology import JobLayout
 from mmtrain.errors import ConfigError
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.simulator.allocation.candidate import Candidate
-from mmtrain.simulator.allocation.judge import GIB, Effort, Judge, Judged
+from mmtrain.simulator.allocation.candidate_judge import GIB, Effort, Judge, Judged
 from mmtrain.simulator.allocation.recipes import best_recipes
 from mmtrain.simulator.allocation.space import Space
 

@@ -6,7 +6,7 @@ from typing import Any
 from mmtrain.config.config import value_of
 from mmtrain.config.toml_sections import apply_override
 from mmtrain.simulator.allocation.candidate import toml_of
-from mmtrain.simulator.allocation.judge import GIB, Judged
+from mmtrain.simulator.allocation.candidate_judge import GIB, Judged
 from mmtrain.simulator.allocation.tune import Tuned
 from mmtrain.simulator.study_report import aligned
 

@@ -20,7 +20,7 @@ from mmtrain.config.topology import JobLayout
 from mmtrain.costs.machine import Machine
 from mmtrain.errors import ConfigError, PlanError
 from mmtrain.modality.metadata import IterationMeta
-from mmtrain.planner.memory.rank_state import Sharding
+from mmtrain.planner.memory.rank_bytes import Sharding
 from mmtrain.planner.partition.partition import Partition, StageSpec
 from mmtrain.planner.search_settings import PLANNED
 from mmtrain.simulator.allocation.candidate import Candidate
@@ -29,7 +29,7 @@ from mmtrain.simulator.allocation.degrees import divisors, priced_layers, values
 from mmtrain.simulator.allocation.mapping import StageMapping, map_stages
 from mmtrain.simulator.allocation.templates import TemplateMaker, grad_bytes, held_layers
 from mmtrain.simulator.failures.systems import LocalRule, Running
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 from mmtrain.simulator.partition_choice import Choice
 from mmtrain.simulator.pipeline_sums import PipelineSums
 from mmtrain.simulator.study import with_schedule

@@ -1,7 +1,7 @@
 """Systems that train while nodes are lost and join: what each runs on the nodes that are there. Pure.
 
 A system says which pipelines run, on which nodes, and how long a step takes. What a change costs follows from that, see
-`replay`.
+`trace_replay`.
 """
 
 from collections import Counter

@@ -3,9 +3,9 @@
 from hypothesis import strategies as st
 from subgraph_reuse.nest import Call, Leaf, Nest
 
-from mmtrain.costs.operators.graph import Device, DeviceKind, Graph, Operator, OpKind, TensorNode
 from mmtrain.costs.operators.hardware import load_hardware
 from mmtrain.costs.operators.latency import Latencies
+from mmtrain.costs.operators.operator_graph import Device, DeviceKind, Graph, Operator, OpKind, TensorNode
 from mmtrain.spec.work_size import Rates, WorkSize
 
 LATENCIES = Latencies(load_hardware("h800"))

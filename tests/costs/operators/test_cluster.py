@@ -1,7 +1,7 @@
 import pytest
 
 from mmtrain.costs.operators.cluster import Cluster, sent_bytes
-from mmtrain.costs.operators.graph import DeviceKind, OpKind
+from mmtrain.costs.operators.operator_graph import DeviceKind, OpKind
 from mmtrain.errors import ConfigError
 
 

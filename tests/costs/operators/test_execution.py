@@ -2,9 +2,9 @@ import pytest
 from hypothesis import given, settings
 
 from mmtrain.costs.operators.execution import simulate
-from mmtrain.costs.operators.graph import Device, DeviceKind, Graph, Operator, OpKind, TensorNode
 from mmtrain.costs.operators.hardware import load_hardware
 from mmtrain.costs.operators.latency import TICK_S, Latencies
+from mmtrain.costs.operators.operator_graph import Device, DeviceKind, Graph, Operator, OpKind, TensorNode
 from mmtrain.spec.work_size import Rates, WorkSize
 from tests.costs.operators.graphs import LATENCIES, SIZES, graphs
 from tests.examples import examples

@@ -1,7 +1,7 @@
 import pytest
 
-from mmtrain.costs.operators.graph import DeviceKind, OpKind, Phase
 from mmtrain.costs.operators.hardware import hardware_names, hardware_of_device, load_hardware
+from mmtrain.costs.operators.operator_graph import DeviceKind, OpKind, Phase
 from mmtrain.errors import ConfigError
 from mmtrain.schedule.option import Load
 

@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from mmtrain.costs.operators.graph import Device, DeviceKind, Graph, Operator, OpKind, Phase, ProductShape
 from mmtrain.costs.operators.hardware import DeviceLink, Efficiency, Hardware, Tiles, load_hardware
 from mmtrain.costs.operators.latency import Latencies, attention_efficiency, product_efficiency
+from mmtrain.costs.operators.operator_graph import Device, DeviceKind, Graph, Operator, OpKind, Phase, ProductShape
 from mmtrain.spec.work_size import Rates, WorkSize
 
 TILES = Tiles(units=10, rows=100, columns=10, fill=50, keys=64)

@@ -9,14 +9,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmtrain.config.model import ModelConfig, projector_name
 from mmtrain.costs.operators.execution import run, simulate
-from mmtrain.costs.operators.graph import Graph, OpKind, Phase
 from mmtrain.costs.operators.layer_builder import LinkedDivision
 from mmtrain.costs.operators.layers import LayerDescriber
+from mmtrain.costs.operators.operator_graph import Graph, OpKind, Phase
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.layer import LayerSpec
 from mmtrain.spec.linears import adapted_linears
-from mmtrain.spec.modules import projection_of
-from mmtrain.spec.shapes import dit_shape, language_shape
+from mmtrain.spec.model_shapes import dit_shape, language_shape
+from mmtrain.spec.module_sizes import projection_of
 from mmtrain.spec.vision_shapes import vision_shape
 from mmtrain.spec.vocabulary import divided_vocabulary
 from mmtrain.spec.work_size import TIME_ROWS, WorkSize

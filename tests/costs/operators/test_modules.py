@@ -5,8 +5,8 @@ import pytest
 from mmtrain.costs.operators.exchanges import gather_for_parts, sum_shard, sum_whole, use_for_parts
 from mmtrain.costs.operators.execution import simulate
 from mmtrain.costs.operators.functions import add, concat, split
-from mmtrain.costs.operators.graph import DeviceKind, Graph, OpKind, Phase
 from mmtrain.costs.operators.modules import Attention, Linear, Norm, activation
+from mmtrain.costs.operators.operator_graph import DeviceKind, Graph, OpKind, Phase
 from mmtrain.costs.operators.tape import Tape, Var
 from mmtrain.spec.work_size import Rates, WorkSize
 from tests.costs.operators.graphs import LATENCIES

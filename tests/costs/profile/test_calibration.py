@@ -8,9 +8,9 @@ import pytest
 from mmtrain.config import config as config_module
 from mmtrain.costs.operator_costs import OperatorCosts
 from mmtrain.costs.operators.cluster import Cluster
-from mmtrain.costs.operators.graph import OpKind
+from mmtrain.costs.operators.operator_graph import OpKind
 from mmtrain.costs.profile.calibration import calibrate
-from mmtrain.costs.profile.table import table
+from mmtrain.costs.profile.profile_table import table
 from mmtrain.errors import ConfigError
 from mmtrain.modality.submesh import Submesh
 from mmtrain.spec.builders import model_spec

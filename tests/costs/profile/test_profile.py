@@ -16,7 +16,7 @@ from mmtrain.errors import ConfigError, PlanError
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.problem import P2P
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.recomputation import Recomputation
 from mmtrain.spec.spec import documents_work

@@ -8,7 +8,7 @@ from PIL import Image
 from mmtrain.data.toy.chart_drawing import DrawnChart, draw
 from mmtrain.data.toy.chart_questions import GRADES, LARGEST_SIDE, SMALLEST_SIDE
 from mmtrain.data.toy.charts import blind_accuracy, conversations, make_charts
-from mmtrain.data.toy.folder import COLOURS
+from mmtrain.data.toy.data_set import COLOURS
 from mmtrain.errors import ConfigError
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageSequence
 
-from mmtrain.data.toy.folder import COLOURS
+from mmtrain.data.toy.data_set import COLOURS
 from mmtrain.data.toy.shape_clips import (
     BACKGROUNDS,
     FPS,

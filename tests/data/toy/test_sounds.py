@@ -8,7 +8,7 @@ import datasets
 import numpy as np
 import pytest
 
-from mmtrain.data.toy.folder import COLOURS
+from mmtrain.data.toy.data_set import COLOURS
 from mmtrain.data.toy.sounds import (
     COUNTS,
     GRADES,

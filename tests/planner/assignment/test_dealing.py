@@ -12,8 +12,8 @@ from mmtrain.planner.assignment.assign import assign
 from mmtrain.planner.assignment.assignment import SampleCost, in_turns
 from mmtrain.planner.assignment.dealing import Dealer, deal, digest_of, microbatch_seconds, paces, replica_seconds
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.simulator.job import make_job
-from mmtrain.simulator.steps import divided, drawn_steps
+from mmtrain.simulator.drawn_steps import divided, drawn_steps
+from mmtrain.simulator.make_job import make_job
 from mmtrain.simulator.typical_iterations import usual_workload
 
 UNEQUAL = ["parallelism.pipelines=[2,3]", "parallelism.pipeline_parallel_degree=1", "training.global_batch_size=10"]

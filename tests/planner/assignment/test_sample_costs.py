@@ -11,7 +11,7 @@ from mmtrain.errors import ConfigError, PlanError
 from mmtrain.modality.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
 from mmtrain.planner.assignment.sample_costs import SampleCosts, SamplePricer
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 
 OPTIONS = (
     [],

@@ -7,10 +7,10 @@ from mmtrain.config import config
 from mmtrain.modality.typical import TypicalSizes
 from mmtrain.planner.assignment.step_assigner import StepAssigner
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.plan import make_plan
+from mmtrain.planner.make_plan import make_plan
 from mmtrain.planner.search.search import search
 from mmtrain.planner.search.search_options import SearchOptions
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 from mmtrain.simulator.workloads import draw
 
 JOB = ["training.global_batch_size=8", "parallelism.pipeline_parallel_degree=4", "assignment.policy=balanced"]

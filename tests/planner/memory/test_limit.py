@@ -13,9 +13,9 @@ from mmtrain.config import config
 from mmtrain.config.memory_amount import MemoryAmount, show_bytes, show_gib
 from mmtrain.errors import ConfigError, PlanError
 from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.make_plan import make_plan
 from mmtrain.planner.memory.limit import BudgetHistory, MemoryBudget, MemoryRule, least_activation_bytes
-from mmtrain.planner.plan import make_plan
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 from tests.examples import examples
 from tests.schedule.problems import chain, option, problems
 

@@ -16,6 +16,7 @@ from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.modality.typical import TypicalSizes
 from mmtrain.planner.batching import make_batching
 from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.make_problem import make_problem
 from mmtrain.planner.memory.options import (
     CANDIDATES,
     BlockKind,
@@ -27,13 +28,12 @@ from mmtrain.planner.memory.options import (
     stage_memory,
 )
 from mmtrain.planner.partition.partition import partition
-from mmtrain.planner.problem import make_problem
 from mmtrain.planner.search.search import search
 from mmtrain.planner.search.search_options import SearchOptions
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.plan import check
 from mmtrain.schedule.problem import Option, PlanningProblem
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 from mmtrain.simulator.workloads import draw
 from mmtrain.spec.memory_strategies import BlockMemory, StageMemory, strategies_of
 from mmtrain.spec.work_size import WorkSize

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmtrain.modality.split import split_evenly
+from mmtrain.modality.equal_parts import split_evenly
 from mmtrain.planner.partition.balance import level_owners
 from tests.examples import examples
 

@@ -9,7 +9,7 @@ import pytest
 from mmtrain.errors import PlanError
 from mmtrain.planner.bound import lower_bound_s
 from mmtrain.planner.judge import judge
-from mmtrain.planner.plan import make_plan
+from mmtrain.planner.make_plan import make_plan
 from mmtrain.planner.plan_json import plan_from_json, plan_to_json
 from mmtrain.planner.search.search import search, shortest_s
 from mmtrain.planner.search.search_options import SearchOptions

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from mmtrain.schedule.library.catalogue import Schedule
 from mmtrain.schedule.recipe import Recipe, Rule, Traversal
-from mmtrain.schedule.recipe.files import schedule_of
+from mmtrain.schedule.recipe.schedule_files import schedule_of
 from tests.guides import File, steps
 
 TUTORIAL = {step.name: step.text for step in steps("recipes.md") if isinstance(step, File)}

@@ -12,9 +12,9 @@ from mmtrain.schedule.action import Kind
 from mmtrain.schedule.graph import InstructionNode, ModuleStages, Work
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.recipe import Recipe, Traversal
-from mmtrain.schedule.recipe.arrays import Arrays
-from mmtrain.schedule.recipe.bound import Bound
+from mmtrain.schedule.recipe.bound_recipe import Bound
 from mmtrain.schedule.recipe.grid import RecipeGrid
+from mmtrain.schedule.recipe.kernel_state import Arrays
 from mmtrain.schedule.recipe.policy import plan_of
 from mmtrain.schedule.recipe.shared import Shared
 from mmtrain.schedule.simulate import simulate

@@ -5,16 +5,16 @@ from dataclasses import replace
 import pytest
 
 from mmtrain.errors import ConfigError, RecipeError
-from mmtrain.planner.plan import make_plan
+from mmtrain.planner.make_plan import make_plan
 from mmtrain.planner.search.search_options import SearchOptions
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.passes.instruct import plan_without, without_instructions
 from mmtrain.schedule.plan import check
 from mmtrain.schedule.recipe import Instruction, Recipe, Rule
-from mmtrain.schedule.recipe.files import schedule_of
 from mmtrain.schedule.recipe.instructions import in_order, planned
 from mmtrain.schedule.recipe.policy import plan_of
+from mmtrain.schedule.recipe.schedule_files import schedule_of
 from tests.schedule.problems import chain, two_modules
 from tests.schedule.recipe.recipes import tutorial
 

@@ -14,10 +14,10 @@ from mmtrain.schedule.engine import Engine
 from mmtrain.schedule.graph import InstructionNode
 from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.recipe import Recipe, Rule, Traversal, kernel
-from mmtrain.schedule.recipe.arrays import Arrays
-from mmtrain.schedule.recipe.bound import Bound
+from mmtrain.schedule.recipe.bound_recipe import Bound
+from mmtrain.schedule.recipe.kernel_state import Arrays
 from mmtrain.schedule.recipe.policy import plan_of
-from mmtrain.schedule.recipe.ranks import Ranks
+from mmtrain.schedule.recipe.rank_policy import Ranks
 from mmtrain.schedule.recipe.shared import Shared
 from mmtrain.schedule.simulate import simulate
 from tests.schedule.problems import chain, halves, problems, two_modules

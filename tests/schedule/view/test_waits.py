@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.planner.plan import make_plan
+from mmtrain.planner.make_plan import make_plan
 from mmtrain.schedule.graph import ModuleStages, Work
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import P2P, PlanningProblem

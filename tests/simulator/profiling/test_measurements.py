@@ -11,7 +11,7 @@ from mmtrain.costs.measured_costs import MeasuredCosts
 from mmtrain.costs.overheads import DISPATCH
 from mmtrain.costs.profile.calibration import calibrate
 from mmtrain.costs.profile.profile import Profile
-from mmtrain.costs.profile.table import table
+from mmtrain.costs.profile.profile_table import table
 from mmtrain.errors import ConfigError
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.modality.probes import probing_iteration, work_curve
@@ -21,7 +21,7 @@ from mmtrain.planner.batching import make_batching
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.problem import P2P
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 from mmtrain.simulator.partition_choice import partition_of
 from mmtrain.simulator.profiling.measurements import NUM_BLOCKS, assemble, trainable_params
 from mmtrain.simulator.profiling.probing import CUTS, REPEATS, probing_job, small_job

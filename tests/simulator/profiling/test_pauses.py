@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from mmtrain.costs.overheads import DISPATCH, Overheads
-from mmtrain.planner.plan import make_plan
+from mmtrain.planner.make_plan import make_plan
 from mmtrain.schedule.action import COMPUTE, RECEIVES, RESULT_OF, SENDS, WAITS, Kind
 from mmtrain.schedule.chain import plain_chain
 from mmtrain.schedule.items import Result

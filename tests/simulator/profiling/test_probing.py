@@ -10,7 +10,7 @@ from mmtrain.modality.buckets import most_frames, video_geometry
 from mmtrain.modality.probes import probing_iteration, work_curve
 from mmtrain.planner.batching import check_conservation, make_batching
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.simulator.job import make_job
+from mmtrain.simulator.make_job import make_job
 from mmtrain.simulator.profiling.probing import CUTS, probing_job, small_job
 from mmtrain.spec.builders import model_spec
 from tests.jobs import video_config
