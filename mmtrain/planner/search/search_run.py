@@ -39,7 +39,7 @@ PROBED = 0.05
 MUCH, LEAST_SHARE = 0.001, 0.5
 """A gain, as a part of the makespan, by which memory is short: single actions then get at least this part of the rest,
 more if orders gain little. Below they get less in proportion, since later they gain nothing either."""
-RACED, RACES = 8, (0.15, 0.3)
+RACED, RACES = 4, (0.15, 0.3)
 """Plans that are changed action by action at first, at most, and parts of that time after which half drop out."""
 LEAST_POLISHED = 200
 """Evaluations from which on that is worth more than further orders."""

@@ -103,7 +103,7 @@ def test_the_best_of_all_chains_is_kept_though_the_last_round_has_fewer(
 ) -> None:
     problem = PlanningProblem.from_json(STORED["vlm_s-3-1+1-4-1-3"]["problem"])
     run, made = polished(problem, SearchOptions(budget_evaluations=1002, split=False, seed=seed), monkeypatch)
-    assert len(made) == 14  # eight that show what such changes gain, of which two go on, and six others at the end
+    assert len(made) == 6  # four that show what such changes gain, of which two go on, and two others at the end
     assert run.evaluations == 1002
     assert run.cost_s == min(chain.cost for chain in made)
     plan = run.plan()
