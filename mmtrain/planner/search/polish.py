@@ -15,7 +15,7 @@ from mmtrain.planner.search.kernels.timing import Timing
 
 TRIES, NODES = 50, 5
 """Tries that count as one evaluation, and nodes for each further one: they take about as long."""
-HOT, COLD = 0.1, 0.005
+HOT, COLD = 0.02, 0.005
 """Temperature at the start and at the end, as a part of the makespan an action: in a plan of few actions each matters
 more. A hotter one leaves what was decoded, and on a large problem does not find a plan as good again."""
 HOTTER = 0.4
@@ -28,24 +28,20 @@ class Polished:
     """One chain of changes to a plan: in one round, or, where there are many tries an action, in several, from other
     plans and from the best one in turns."""
 
-    def __init__(
-        self, searched: Searched, starts: Sequence[Start], iterations: int, seed: int, begin: float, end: float = 1.0
-    ) -> None:
+    def __init__(self, searched: Searched, starts: Sequence[Start], iterations: int, seed: int) -> None:
         """Args:
         starts: the first and each second round begin with one of these, decoded without blocks.
         iterations: of the choice of options.
-        begin, end: parts of the budget of the search that are used up when the chain begins and ends.
         """
-        self.searched, self._starts, self._iterations, self._begin, self._end = searched, starts, iterations, begin, end
+        self.searched, self._starts, self._iterations = searched, starts, iterations
         self._workspace = w = searched.workspace()
         """With the current plan."""
         self.cost = self._decode(starts[0])
         """Makespan of the best plan; inf: it did not fit."""
         self._actions = max(1, int(w.length.sum()))
+        self.span(0.0, 1.0)
         self._number, self._done = 0, 0
         """Of the round, and tries in it."""
-        self._round: int | None = None
-        """Tries of each round; 0: all are one round; None: not known yet."""
         self._random = np.array([2 * random.Random(f"polish {seed}").getrandbits(62) + 1], np.uint64)
         self._order, self._option, self._length = w.order.copy(), w.option.copy(), w.length.copy()
         n = w.option.size
@@ -63,6 +59,15 @@ class Polished:
             before=np.zeros(3 * n),
         )
 
+    def span(self, begin: float, end: float, faster: float = 1.0) -> None:
+        """Cools down anew. Args:
+        begin, end: parts of the budget of the search that are used up when the chain begins and ends.
+        faster: how many more tries the chain will have once others have dropped out, than now.
+        """
+        self._begin, self._end, self._faster = begin, end, faster
+        self._round: int | None = None
+        """Tries of each round; 0: all are one round; None: not known yet."""
+
     def run(self, evaluations: int, before: float, after: float) -> None:
         """Tries changes, in rounds where there are many tries an action, or where seconds end the search.
 
@@ -73,7 +78,8 @@ class Polished:
             return
         rest = max(1e-9, self._end - self._begin)
         if self._round is None:
-            expected, least = tries * rest / max(1e-9, after - before), ROUND * self._actions
+            expected = self._faster * tries * rest / max(1e-9, after - before)
+            least = ROUND * self._actions
             self._round = least if expected >= ROUNDS * least else 0
         if not self._round:
             self._run(tries, HOT, (before - self._begin) / rest, (after - self._begin) / rest)

@@ -35,8 +35,12 @@ MOST_CHAINS = 16
 POLISH_SHARE = 0.5
 """Part of the budget, its last, in which plans are changed action by action, where nothing tells what that gains."""
 PROBED = 0.05
-"""Part of the budget in which plans are changed action by action, and then orders as long; so that each gets of the
-rest what it has gained."""
+"""Part of the budget in which plans are changed action by action, and then orders as long, to learn what each gains."""
+MUCH, LEAST_SHARE = 0.001, 0.5
+"""A gain, as a part of the makespan, by which memory is short: single actions then get at least this part of the rest,
+more if orders gain little. Below they get less in proportion, since later they gain nothing either."""
+RACED, RACES = 4, (0.15, 0.3)
+"""Plans that are changed action by action at first, at most, and parts of that time after which half drop out."""
 LEAST_POLISHED = 200
 """Evaluations from which on that is worth more than further orders."""
 SWEEP_SHARE = 0.4
@@ -49,8 +53,10 @@ MEMORY_PARTS = (0.0, 0.5, 1.0, 0.25, 0.75)
 """What a decoder may assume about memory in the sweep, the most useful first."""
 WAITS = (0.0, 0.5, 1.0)
 """How long forwards may wait for a backward in the sweep."""
-ROUNDS, VARIED = 2, 2
-"""How often, and how many of the best decoders, the sweep varies."""
+VARIED = 2
+"""How many of the best decoders the sweep varies in each round."""
+FINER = (-1 / 32, 1 / 32, -1 / 16, 1 / 16)
+"""By how much it then changes what they assume about memory."""
 CHUNK = 72_000
 """Stages of works that a chain evaluates between two checks of clock and cancellation: about 30 ms."""
 
@@ -187,10 +193,10 @@ class SearchRun:
         """The best starts, best first."""
         orders = [by_component(self.searched, order) for order in component_orders(self.searched)]
         starts = self.arrive(run)
-        for _ in range(ROUNDS):
+        for vary in (_varied, _varied, _refined):
             ranked = sorted(starts, key=lambda start: start.cost)
             tried = {start.how for start in starts}
-            varied = dict.fromkeys(how for start in ranked[:VARIED] for how in _varied(self.searched, start.how))
+            varied = dict.fromkeys(how for start in ranked[:VARIED] for how in vary(self.searched, start.how))
             starts += self._try(run, [(orders[0], how) for how in varied if how not in tried])
         if self.options.reorder:
             best = [start.how for start in sorted(starts, key=lambda start: start.cost)[:4]]
@@ -256,17 +262,22 @@ class SearchRun:
     def _orders_and_actions(self, run: _Map, starts: Sequence[Start]) -> str:
         """Runs chains on orders, and then changes the best plans action by action, each for as long as it gains."""
         chains, first_s = self._chains(self.searched, starts), self.cost_s
+        raced: list[Polished] = []
         if first_s == math.inf or self._braids:  # plans without blocks do not compare with those that have some
             why, until = "", 1 - POLISH_SHARE
         else:
-            why = self._polish(run, starts, self._progress + PROBED)
-            by_actions = first_s - self.cost_s
+            why, raced = self._polish(run, self._polished_of(starts, self._num_raced), self._progress + PROBED)
+            by_actions = 1 - self.cost_s / first_s
             why = why or self._in_rounds(run, chains, self._progress + PROBED, self._note_best)
-            by_orders = first_s - self._best[0].cost
-            share = by_actions / (by_actions + by_orders) if by_actions > 0.0 else 0.0
+            by_orders = 1 - self._best[0].cost / first_s
+            of_both = by_actions / (by_actions + by_orders) if by_actions > 0.0 else 0.0
+            share = min(1.0, by_actions / MUCH) * (LEAST_SHARE + (1 - LEAST_SHARE) * of_both)
             until = 1 - share * (1 - self._progress)
         why = why or self._in_rounds(run, chains, until, self._note_best)
-        why = why or self._polish(run, starts, 1.0)
+        if why:
+            return why
+        made = self._polished_of([*self._best, *starts], self._num_raced - len(raced))
+        why, _ = self._polish(run, [*raced, *made], 1.0)
         return why or self._in_rounds(run, chains, 1.0, self._note_best)
 
     def _run_chains(self, run: _Map, starts: Sequence[Start]) -> str:
@@ -291,21 +302,36 @@ class SearchRun:
     def _note_best(self, chain: Chain) -> None:
         self._note(chain.best)
 
-    def _polish(self, run: _Map, starts: Sequence[Start], until: float) -> str:
-        """Changes the best plans action by action until a part of the budget is used up; why the search is over, or
-        empty.
+    @property
+    def _num_raced(self) -> int:
+        """The number of plans of which the best ones are changed action by action for longer."""
+        return max(self._num_chains, min(RACED, 4 * self._num_chains))
 
-        Args: starts: of further rounds.
-        """
-        of_cost = {start.cost: start for start in reversed([*self._best, *starts]) if start.cost < math.inf}
+    def _polished_of(self, starts: Sequence[Start], count: int) -> list[Polished]:
+        """Chains that change plans action by action, from different ones, the best first."""
+        of_cost = {start.cost: start for start in reversed(starts) if start.cost < math.inf}
         ranked = [of_cost[cost] for cost in sorted(of_cost)]
-        made = [
-            Polished(self.searched, ranked[i:] + ranked[:i], ITERATIONS, self.options.seed + 1000 * i, begin, until)
-            for begin in (self._progress,)
-            for i in range(min(self._num_chains, len(ranked)))
-        ]
-        chains = [chain for chain in made if chain.cost < math.inf]
-        return self._in_rounds(run, chains, until, self._keep) if chains else self._why_over()
+        made = (
+            Polished(self.searched, ranked[i:] + ranked[:i], ITERATIONS, self.options.seed + 1000 * i)
+            for i in range(min(count, len(ranked)))
+        )
+        return [chain for chain in made if chain.cost < math.inf]
+
+    def _polish(self, run: _Map, chains: Sequence[Polished], until: float) -> tuple[str, list[Polished]]:
+        """Changes plans action by action until a part of the budget is used up, the best of them for longer: how far
+        that goes is not told by their makespan, but soon by what it has gained.
+
+        Returns: why the search is over, or empty; and the chains that were left, the best first.
+        """
+        begin, left, why = self._progress, list(chains), ""
+        for chain in left:
+            chain.span(begin, until, max(1.0, len(left) / self._num_chains))
+        for part in (*RACES, 1.0):
+            if left and not why:
+                why = self._in_rounds(run, left, begin + part * (until - begin), self._keep)
+                left.sort(key=lambda chain: chain.cost)
+                left = left[: max(self._num_chains, -(-len(left) // 2))]
+        return why, left
 
     def _keep(self, chain: Polished) -> None:
         if self._polished is None or chain.cost < self._polished.cost:
@@ -317,7 +343,7 @@ class SearchRun:
         Args: note: of each chain after a round.
         """
         options = self.options
-        chunk = max(1, CHUNK // max(1, len(self.searched.nodes)))
+        chunk = max(1, CHUNK // max(1, len(self.searched.nodes)) * self._num_chains // max(1, len(chains)))
         why = self._why_over()
         while not why and self._progress < until:
             each, running = chunk, chains
@@ -365,6 +391,18 @@ def _varied(searched: Searched, how: Decoder) -> list[Decoder]:
             if part != how.memory[module]
         ]
     return varied
+
+
+def _refined(searched: Searched, how: Decoder) -> list[Decoder]:
+    """The decoders that assume a little more or less memory, of all modules or of one."""
+    if not _chooses_memory(searched):
+        return []
+    modules = range(searched.num_modules)
+    changed = [set(modules), *({module} for module in modules if searched.num_modules > 1)]
+    return [
+        how._replace(memory=tuple(min(1.0, max(0.0, how.memory[m] + by * (m in some))) for m in modules))
+        for some, by in product(changed, FINER)
+    ]
 
 
 def _chooses_memory(searched: Searched) -> bool:

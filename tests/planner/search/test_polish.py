@@ -35,7 +35,7 @@ STORED = json.loads(
 def started(problem: PlanningProblem, *, split: bool, seed: int) -> Polished:
     searched = Searched.of(problem)
     order, how = by_component(searched, component_orders(searched)[0]), searched.decoder(0.5, 0.0, 0.5, False, split)
-    return Polished(searched, [Start(order, how, 0.0)], 20, seed, 0.0)
+    return Polished(searched, [Start(order, how, 0.0)], 20, seed)
 
 
 @settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
@@ -103,7 +103,7 @@ def test_the_best_of_all_chains_is_kept_though_the_last_round_has_fewer(
 ) -> None:
     problem = PlanningProblem.from_json(STORED["vlm_s-3-1+1-4-1-3"]["problem"])
     run, made = polished(problem, SearchOptions(budget_evaluations=1002, split=False, seed=seed), monkeypatch)
-    assert len(made) == 4  # two that show what such changes gain, two at the end
+    assert len(made) == 6  # four that show what such changes gain, of which two go on, and two others at the end
     assert run.evaluations == 1002
     assert run.cost_s == min(chain.cost for chain in made)
     plan = run.plan()
@@ -125,7 +125,7 @@ def test_several_rounds_begin_with_other_plans_and_keep_the_best_one() -> None:
     for seed in range(3):
         run = search_run.SearchRun(problem, SearchOptions(budget_evaluations=20, split=False), None, lambda: False)
         starts = sorted(run.arrive(map), key=lambda start: start.cost)
-        chain, costs = Polished(run.searched, starts, 20, seed, 0.0), []
+        chain, costs = Polished(run.searched, starts, 20, seed), []
         for number in range(50):
             chain.run(200, number / 50, (number + 1) / 50)
             costs.append(chain.cost)
