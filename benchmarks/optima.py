@@ -20,7 +20,9 @@ import json
 import math
 import random
 import statistics
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -143,7 +145,7 @@ def _mean(options: Sequence[Option]) -> Option:
 def solve(given: PlanningProblem, hint: Plan, seconds: float) -> tuple[Plan, bool, float]:
     """(the solver's plan, or the hint; whether it is proved to be the best; its bound in seconds, up to its units).
 
-    Args: hint: a plan, from which the solver starts.
+    Args: hint: a plan, from which the solver starts. seconds: of CPU time, by one worker.
     """
     from ortools.sat.python import cp_model
 
@@ -204,10 +206,14 @@ def solve(given: PlanningProblem, hint: Plan, seconds: float) -> tuple[Plan, boo
     model.AddMaxEquality(makespan, list(end.values()))
     model.Minimize(makespan)
     solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = 1
     solver.parameters.interleave_search = True
-    status = solver.Solve(model)
+    with ThreadPoolExecutor(1) as pool:
+        last_s, solving = time.process_time() + seconds, pool.submit(solver.Solve, model)
+        while wait([solving], timeout=0.5).not_done:
+            if time.process_time() > last_s:
+                solver.stop_search()
+    status = solving.result()
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return hint, False, solver.BestObjectiveBound() * STEP_S
     orders: list[tuple[Action, ...]] = []
@@ -276,10 +282,18 @@ def read() -> dict[str, dict[str, Any]]:
     return json.loads(gzip.decompress(STORED.read_bytes())) if STORED.exists() else {}
 
 
+def stored_plan(given: PlanningProblem, row: dict[str, Any]) -> Plan:
+    """The plan of a stored case."""
+    return Plan.parse(given.graph, row["plan"], {(stage, work): option for stage, work, option in row["options"]})
+
+
 def solve_all(cases: Sequence[Case], seconds: float) -> None:
     for case in cases:
         given, stored = case.problem(), read()
-        hint = search(given, SearchOptions(budget_evaluations=2000, split=False, reorder=False)).plan
+        if case.name in stored:
+            hint = stored_plan(given, stored[case.name])
+        else:
+            hint = search(given, SearchOptions(budget_evaluations=2000, split=False, reorder=False)).plan
         plan, proved, bound_s = solve(given, hint, seconds)
         makespan_s = simulate(given, plan).makespan_s
         options = [[*node, option] for node, option in sorted(plan.options.items())]
