@@ -39,6 +39,9 @@ for an order alone gains half of it."""
 JUDGED_OPTIONS = 4
 """Memory options of a list in the problems by which groupings are judged; judged makespans are as near as with all of
 them, in half of the time."""
+JUDGED_NODE_S = 8e-4
+"""Seconds in which a core makes and judges a grouping, for each stage of each work: so a budget in seconds that is too
+short for two groupings goes to the given one."""
 LEAST_S = 0.01
 """Seconds of the search for an order, at least."""
 
@@ -67,7 +70,7 @@ def search_iteration(
         found, judged = _best_grouping(planner, iteration, options, cancelled)
     taken = time.perf_counter() - start
     both = found is not iteration and judged.best_s > (1 - SURE_GAIN) * judged.given_s
-    left_s = options.budget_s and max(LEAST_S, options.budget_s - taken) / (1 + both)
+    left_s = options.budget_s and max(LEAST_S, options.budget_s - taken)
     rest = replace(options, budget_s=left_s)
     less = replace(rest, budget_evaluations=options.budget_evaluations and options.budget_evaluations - judged.charged)
     result = search(found.problem, rest if found is iteration else less, cancelled=cancelled)
@@ -108,10 +111,13 @@ def _best_grouping(
     start, most = time.perf_counter(), len(FACTORS)
     if options.budget_evaluations:
         most = min(most, int(SHARE * options.budget_evaluations) // (JUDGED_GROUPING + MADE_GROUPING))
+    if options.budget_s:
+        nodes = sum(1 for _ in iteration.problem.graph.nodes())
+        most = min(most, int(SHARE * options.budget_s / (JUDGED_NODE_S * nodes)))
     if most < 2:
         return iteration, _Judged(math.inf, math.inf)
     groupings = Groupings(planner.job, iteration.meta)
-    short = replace(options, budget_evaluations=JUDGED_GROUPING, budget_s=0.0)
+    short = replace(options, budget_evaluations=JUDGED_GROUPING, budget_s=SHARE / 2 * options.budget_s)
 
     def judge(one: Iteration) -> PlanResult:
         return search_orders(_judged_problem(one.problem), short, cancelled=cancelled)
@@ -119,7 +125,8 @@ def _best_grouping(
     best, given = iteration, judge(iteration)
     judged, tried, in_vain = _Judged(given.cost_s, given.cost_s, 1, given.evaluations), list[Grouping](), 0
     for factors in FACTORS:
-        late = options.budget_s and time.perf_counter() - start > SHARE * options.budget_s
+        next_s = (time.perf_counter() - start) * (1 + 1 / judged.number)
+        late = options.budget_s and next_s > SHARE * options.budget_s
         if judged.number == most or late or in_vain == IN_VAIN or cancelled():
             break
         grouping = groupings.of(*factors)
@@ -135,7 +142,8 @@ def _best_grouping(
         judged = replace(judged, evaluations=judged.evaluations + other.evaluations)
         if other.cost_s < judged.best_s:
             best, judged, in_vain = made, replace(judged, best_s=other.cost_s), 0
-    return (best if judged.best_s < (1 - LEAST_GAIN) * judged.given_s else iteration), judged
+    least = SURE_GAIN if options.budget_s else LEAST_GAIN  # a second search has no time
+    return (best if judged.best_s < (1 - least) * judged.given_s else iteration), judged
 
 
 def _spare(iteration: Iteration, options: SearchOptions) -> float:
