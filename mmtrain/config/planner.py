@@ -179,11 +179,11 @@ class PlannerConfig:
                 )
 
 
-JUDGED_GROUPING = 250
-"""Evaluations by which one grouping of samples is judged; with fewer the first decoders of a search are not all tried,
-and results say little."""
-MADE_GROUPING = 400
-"""Evaluations that take as long as making the problem of a grouping and as those first decoders take in addition."""
+JUDGED_GROUPING = 400
+"""Evaluations by which one grouping of samples is judged; with fewer than 300, single actions are hardly changed, and
+results say little where memory is short."""
+MADE_GROUPING = 250
+"""Evaluations that are taken from the budget for making the problem of a grouping."""
 LEAST_REGROUPED = 4 * (JUDGED_GROUPING + MADE_GROUPING)
 """Evaluations in half of which two groupings can be judged."""
 

@@ -14,6 +14,7 @@ from mmtrain.planner.batching import check_conservation
 from mmtrain.planner.grouping import Grouping, Groupings, grouped
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.joint import search_iteration
+from mmtrain.planner.plan import best_of
 from mmtrain.planner.search.search import search
 from mmtrain.planner.search.search_options import SearchOptions
 from mmtrain.schedule.plan import check
@@ -71,6 +72,29 @@ def test_a_plan_is_never_longer_than_that_of_the_given_groups(monkeypatch):
     _, result = search_iteration(planner, iteration, options, search)
     assert result.makespan_s <= search(iteration.problem, options).makespan_s
     assert result.evaluations > 1.2 * options.budget_evaluations  # both were searched
+
+
+def test_no_groups_are_judged_where_the_busiest_rank_works_all_the_time():
+    planner, meta = drawn("vlm_s", 'planner.memory_limit="900GiB"', 'planner.hardware=""')
+    iteration = planner.prepare(meta, searched=True)
+    options = replace(OPTIONS, budget_evaluations=2600)
+    found, result = search_iteration(planner, iteration, options, search)
+    assert found is iteration
+    assert result == best_of(iteration.first, search(iteration.problem, options))
+
+
+def test_a_judged_problem_has_fewer_options_and_as_much_room():
+    planner, meta = drawn("vlm_s")
+    problem = planner.prepare(meta, searched=True).problem
+    judged = joint._judged_problem(problem)
+    assert max(map(len, problem.costs)) > 4
+    for few, listed in zip(judged.costs, problem.costs, strict=True):
+        assert len(few) == min(4, len(listed))
+        assert [few[0].name, few[-1].name] == [listed[0].name, listed[-1].name]
+    assert judged.held_limit_bytes == problem.held_limit_bytes
+    plan = search(judged, replace(OPTIONS, budget_evaluations=400))
+    whole = search(problem, replace(OPTIONS, budget_evaluations=4000))
+    assert plan.makespan_s < 1.04 * whole.makespan_s  # measured: 1.02
 
 
 def test_works_of_text_alone_have_no_other_size():
