@@ -24,8 +24,7 @@ SMALL = {
     "python benchmarks/optima.py compare": "t2v_l-2-1+1-4-1-0 --seconds 0.1",
     "python benchmarks/planning.py": "--repetitions 1",
     "python benchmarks/joint.py": "--models vlm_s --iterations 1 --evaluations 2600 --microbatches 8",
-    "python benchmarks/joint.py parts --evaluations 2600 --microbatches 16 --switched "
-    "sub-microbatches,order,memory,groups": "--models t2v_s --iterations 1 --microbatches 4 --switched groups",
+    "python benchmarks/joint.py parts --evaluations 2600 --microbatches 16": "--models t2v_s --iterations 1 --microbatches 4 --switched groups",
     "python benchmarks/accuracy.py": "--rounds 1 --steps 1",
     "python benchmarks/emulate.py": "--ranks 2 --microbatches 4 --repetitions 1 --batches 1 --unit-ms 1",
     "python benchmarks/emulate_pipelines.py": "--pipelines 1,2 --microbatches 4 --repetitions 1 --unit-ms 1",
