@@ -24,7 +24,9 @@ SMALL = {
     "python benchmarks/optima.py compare": "t2v_l-2-1+1-4-1-0 --seconds 0.1",
     "python benchmarks/planning.py": "--repetitions 1",
     "python benchmarks/joint.py": "--models vlm_s --iterations 1 --evaluations 2600 --microbatches 8",
-    "python benchmarks/joint.py parts --evaluations 2600 --microbatches 16": "--models t2v_s --iterations 1 --microbatches 4 --switched groups",
+    "python benchmarks/joint.py parts --evaluations 2600 --microbatches 16": (
+        "--models t2v_s --iterations 1 --microbatches 4 --switched groups"
+    ),
     "python benchmarks/accuracy.py": "--rounds 1 --steps 1",
     "python benchmarks/emulate.py": "--ranks 2 --microbatches 4 --repetitions 1 --batches 1 --unit-ms 1",
     "python benchmarks/emulate_pipelines.py": "--pipelines 1,2 --microbatches 4 --repetitions 1 --unit-ms 1",
@@ -94,6 +96,7 @@ ELSEWHERE = {
     "python benchmarks/entrain.py --parts packed": "a part of all of it",
     "python benchmarks/entrain.py --parts std,cpu": "parts of all of it",
     "python benchmarks/video_demo.py --parts patches,shift,rate --one-process": "parts of all of it",
+    "python benchmarks/emulate.py --jobs vlm_s --microbatches 4 --schedules planned,regrouped": "a part of all of it",
     "benchmarks/on_gpu.sh pack FOLDER": "needs a network, for wheels",
     "benchmarks/on_gpu.sh wheels": "needs the folder of wheels that pack makes",
     "benchmarks/on_gpu.sh all": "needs a GPU",
