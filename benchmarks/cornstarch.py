@@ -8,7 +8,7 @@ depth and width; the language models' other sizes are those of Llama 3 and Qwen2
 For each model, seconds of an iteration under 1F1B: modules on ranks of their own and encoders colocated, with numbers
 of ranks and cuts by the seconds of frozen layers (`aware`), and as if all layers trained (`unaware`); what the
 placement search takes; all modules on all ranks under our planner; every rank of the language model running all
-encoders again (`replicated`, docs/partition.md); then the gain of being aware with colocated encoders, and the
+encoders again (`replicated`, docs/parallelism.md); then the gain of being aware with colocated encoders, and the
 published one.
 """
 

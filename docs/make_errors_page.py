@@ -108,7 +108,7 @@ GROUPS = (
             "parallel/activation_memory.py",
         ),
         "Degrees that do not fit the model, layouts by hand, recomputation; see [choosing "
-        "parallelism](tuning.md), [how modules are cut](partition.md) and "
+        "parallelism](tuning.md), [how modules are cut](parallelism.md#how-modules-are-cut) and "
         "[parallelism](parallelism.md).",
     ),
     Group(

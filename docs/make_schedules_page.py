@@ -53,8 +53,8 @@ parameters, gradients and moments and for the sum of the copies ([figures](bench
 do not know them) it runs the two parts of a pair one after the other: the bubble is then smaller by `(P-1)I/2` than the
 published `(P-1)(F&B+B-3W)` of a chunk.
 
-**Blocks.** `STP` and `STP-lean` run forwards and backwards as [braided blocks](runtime.md#blocks), so that exchanges of
-tensor parallelism lie under compute; so does `DualPipeV` where costs say that exchanges can be hidden.
+**Blocks.** `STP` and `STP-lean` run forwards and backwards as [braided blocks](architecture.md#blocks), so that
+exchanges of tensor parallelism lie under compute; so does `DualPipeV` where costs say that exchanges can be hidden.
 `mmtrain schedule show STP --exchange AR` shows what blocks hide, and how long each rank waits for exchanges.
 `planner.search.braid`, or `--braid` on a chain, makes blocks in the orders of every schedule where that shortens them
 ([planner](planner.md#blocks)).

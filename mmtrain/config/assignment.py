@@ -14,7 +14,7 @@ LEVELS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssignmentConfig:
-    """[assignment]: samples of a step by what they cost, over replicas and microbatches; see docs/assignment.md."""
+    """[assignment]: samples of a step by what they cost, over replicas and microbatches; see docs/planner.md."""
 
     policy: AssignmentPolicy = "none"
     """none: the first microbatch with room. balanced: equal seconds of replicas and microbatches, then what makes

@@ -119,13 +119,13 @@ class PlannerConfig:
     """Search a better plan for every batch, beside the step before; else each iteration has the order of
     parallelism.pipeline_parallel_schedule."""
     partition: Literal["search", "dip", "mixed-parameters", "mixed-latency"] = "search"
-    """How modules are cut whose num_segments is 0 and that have no pipeline_layout, see docs/partition.md. search: the
-    numbers of segments with the shortest simulated iterations, or one chain of equal time if that is shorter by far,
-    all modules are open and it fits into the memory (if that is unknown: takes no more than separated modules); dip: as
-    many passes as the module is slower than the fastest one; mixed-*: one chain of all modules, cut into stages of
-    equal parameters or equal time."""
+    """How modules are cut whose num_segments is 0 and that have no pipeline_layout, see docs/parallelism.md.
+    search: the numbers of segments with the shortest simulated iterations, or one chain of equal time if that is
+    shorter by far, all modules are open and it fits into the memory (if that is unknown: takes no more than
+    separated modules); dip: as many passes as the module is slower than the fastest one; mixed-*: one chain of all
+    modules, cut into stages of equal parameters or equal time."""
     placement: Literal["spread", "parallel", "colocated", "search"] = "spread"
-    """Pipeline ranks of the modules, see docs/partition.md. spread: all ranks hold a part of each. parallel: each
+    """Pipeline ranks of the modules, see docs/parallelism.md. spread: all ranks hold a part of each. parallel: each
     module has ranks of its own. colocated: the modules that read data share the first ranks, and the others have ranks
     of their own. search: the one with the shortest simulated iterations, chains included. How many ranks, where a
     section's `ranks` does not say it: those for which the most loaded rank computes least."""

@@ -28,7 +28,7 @@ _FAR_OFF: dict[str, tuple[Callable[[float], bool], str]] = {
     "bubble": (
         lambda bubble: bubble > 0.4,
         "Pipeline ranks are idle for long: more microbatches a step (training.global_batch_size), other segments "
-        "(docs/partition.md), or ranks that have a core or device of their own.",
+        "(docs/parallelism.md), or ranks that have a core or device of their own.",
     ),
     "makespan_ratio": (
         lambda ratio: not 0.5 <= ratio <= 2,

@@ -14,7 +14,7 @@ from mmtrain.planner.batching import check_conservation
 from mmtrain.planner.grouping import Grouping, Groupings, grouped
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.joint import search_iteration
-from mmtrain.planner.plan import best_of
+from mmtrain.planner.make_plan import best_of
 from mmtrain.planner.search.search import search
 from mmtrain.planner.search.search_options import SearchOptions
 from mmtrain.schedule.plan import check

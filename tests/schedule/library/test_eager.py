@@ -37,7 +37,7 @@ def seconds(name: str, p: int, share: float = 0.0, *, uneven: float = 0.0, eager
 def test_one_more_pair_in_flight_hides_late_backwards(
     name: str, p: int, equal: float, uneven: float, deferred: tuple[float, ...]
 ) -> None:
-    """The seconds of docs/assignment.md: deferral makes uneven loads equal, forwards ahead take back what it costs."""
+    """The seconds of docs/planner.md: deferral makes uneven loads equal, forwards ahead take back what it costs."""
     assert (seconds(name, p), seconds(name, p, uneven=0.5)) == (equal, uneven)
     assert tuple(seconds(name, p, 0.5, eager=count) for count in range(len(deferred))) == deferred
 
