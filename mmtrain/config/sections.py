@@ -17,7 +17,7 @@ from mmtrain.schedule.library.names import check_name
 MOST_WORKERS = 128
 """Processes that prepare the batches of one replica."""
 MOST_SECONDS = 10_000_000
-"""Of any wait: four months."""
+"""The longest wait that may be configured: four months."""
 MOST_RANKS = 2**16
 """Along one axis of the mesh."""
 
@@ -283,7 +283,7 @@ class ValidationConfig:
 
     @property
     def every(self) -> Interval:
-        """Between two validations."""
+        """The steps or epochs between two validations."""
         return Interval.parse("validation.freq", self.freq)
 
 
@@ -332,12 +332,12 @@ class CheckpointConfig:
 
     @property
     def every(self) -> Interval:
-        """Between two checkpoints."""
+        """The steps or epochs between two checkpoints."""
         return Interval.parse("checkpoint.interval", self.interval)
 
     @property
     def figure(self) -> Figure:
-        """By which validations are compared."""
+        """The figure by which validations are compared."""
         return Figure.parse("checkpoint.keep_best", self.keep_best or "loss")
 
 

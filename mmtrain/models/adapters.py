@@ -114,12 +114,12 @@ class VisionAdapter(Adapter):
         """See `TensorTable`."""
 
     pools: tuple[str, ...] = ()
-    """Of an encoder that may be a tower: the modules that make the embedding, behind the norm."""
+    """The modules, of an encoder that may be a tower, that make the embedding, behind the norm."""
     tower_classes: Classes
-    """Of such an encoder: those whose module has them."""
+    """The classes, of such an encoder, whose module has them."""
 
     def build_tower(self, values: dict[str, Any], attention: str = PACKED) -> PreTrainedModel:
-        """As `build`, with what makes the embedding of an image, of an encoder that may be a tower."""
+        """Builds as `build` does, with what makes the embedding of an image, of an encoder that may be a tower."""
         return _build(self.tower_classes, values, attention)
 
     def keep(

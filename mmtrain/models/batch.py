@@ -279,8 +279,8 @@ def _name_difference(
 
     Raises: DataError: the image or clip by which the names differ from those of the metadata.
     """
-    counts, owed = Counter(names), Counter(expected)
-    for verb, different in (("lost", owed - counts), ("there once too often", counts - owed)):
+    counts, expected_counts = Counter(names), Counter(expected)
+    for verb, different in (("lost", expected_counts - counts), ("there once too often", counts - expected_counts)):
         for key in different:
             sample, index, *frame = key
             part = f"frame {frame[0]} of {content}" if frame else content

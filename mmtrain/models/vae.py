@@ -27,7 +27,7 @@ class VaeAdapter(ABC):
     """How one class of VAEs is called."""
 
     name: str
-    """Of the class in diffusers."""
+    """The name of the class in diffusers."""
 
     def build(self, values: dict[str, Any]) -> Any:
         """The whole module with parameters on the meta device.

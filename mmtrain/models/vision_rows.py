@@ -90,7 +90,7 @@ class VisionRows(RankRows):
     # ------------------------------------------------------------------------------------------ entering
 
     def after_pooling(self) -> "VisionRows":
-        """Those of a stage that begins with one row for each feature."""
+        """The rows of a stage that begins with one row for each feature."""
         num_features = int(((self.lo <= self.edges) & (self.edges < self.hi)).sum())
         return replace(self, count=1 if self.empty else num_features)
 

@@ -67,11 +67,11 @@ class BatchRunner:
     job: Job
     placement: JobPlacement
     loss: Loss
-    """That the model is trained with."""
+    """The loss that the model is trained with."""
     want_losses: bool
     """Whether outcomes have the loss of each labelled position."""
     denoising: Denoising | None
-    """Of a text-to-video job."""
+    """The noise of a text-to-video job."""
 
     def run(
         self,

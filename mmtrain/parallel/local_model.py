@@ -35,14 +35,14 @@ class LocalModel:
     """The part of the model on this rank."""
 
     chunks: tuple[Chunk, ...]
-    """In the order of `Partition.of_rank`; one of several stages once."""
+    """The chunks in the order of `Partition.of_rank`; one of several stages once."""
     stages: tuple[ModalityStage, ...]
     tied: tuple[nn.Parameter, ...]
     """Copies of the tied embedding that must stay equal to a copy in another chunk."""
     aliases: dict[str, str]
     """Name of the tied head -> name of the embedding, under which a checkpoint stores both."""
     sums: LayerSums
-    """Of its gradients over the pipelines, and over copies of a tied matrix."""
+    """The sums of its gradients over the pipelines, and over copies of a tied matrix."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 TensorCopy = tuple[Tensor, Tensor]
-"""(to, from), bytes."""
+"""Where a tensor of bytes is copied to, and where from."""
 
 
 class Copies(Protocol):
@@ -186,11 +186,11 @@ class _Storage:
 
     num_bytes: int
     storage: torch.UntypedStorage | None
-    """On the device, before it left and after it came back."""
+    """The storage on the device, before it left and after it came back."""
     tensor: Tensor | None
     """A tensor that has it, until it left, for its version."""
     version: int
-    """Of the tensor as autograd kept it."""
+    """The version of the tensor as autograd kept it."""
     changed: bool = False
     """Whether it was changed in place after that."""
     host: Tensor | None = None

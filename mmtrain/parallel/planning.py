@@ -92,7 +92,7 @@ class Planned:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Outcome:
+class _SearchOutcome:
     """How the search for a step ended, as it is sent to the ranks of its replica, and what a rank made of it."""
 
     step: int
@@ -134,7 +134,7 @@ class PendingPlan:
     """The iteration with its first plan, once the thread has made it."""
     bound_s: float = math.nan
     """The lower bound, as in `Planned`."""
-    outcome: _Outcome | None = None
+    outcome: _SearchOutcome | None = None
     """Set before `done`."""
 
     def prepare(self) -> Iteration:
@@ -200,8 +200,8 @@ class PlanAhead:
         self._open.remove(pending)
         outcome = pending.outcome if pending.done.is_set() else None
         if outcome is None and self._broken:
-            outcome = _Outcome(step=pending.step, status=PlanStatus.BROKEN)
-        outcome = outcome or _Outcome(step=pending.step, status=PlanStatus.TIMED_OUT, text=_timed_out(patience_s))
+            outcome = _SearchOutcome(step=pending.step, status=PlanStatus.BROKEN)
+        outcome = outcome or _SearchOutcome(step=pending.step, status=PlanStatus.TIMED_OUT, text=_timed_out(patience_s))
         status, text = self._agree(outcome)
         self.counts[status] += 1
         if status is PlanStatus.READY:
@@ -237,7 +237,7 @@ class PlanAhead:
         # An earlier search was cancelled a whole step ago and still runs: do not wait for it again.
         pending.done.wait(0.0 if stuck and patience_s is not None else patience_s)
 
-    def _agree(self, outcome: _Outcome) -> tuple[PlanStatus, str]:
+    def _agree(self, outcome: _SearchOutcome) -> tuple[PlanStatus, str]:
         """The status of a step on all ranks of the replica, and the message that this rank logs."""
         number = outcome.plan.program.hash if outcome.plan else 0
         local = torch.tensor([outcome.status, number], dtype=torch.int64)
@@ -272,16 +272,16 @@ class PlanAhead:
             except BaseException as error:
                 self._broken = True
                 text = f"the ranks of the replica cannot exchange plans any more: {type(error).__name__}: {error}"
-                pending.outcome = _Outcome(step=pending.step, status=PlanStatus.BROKEN, text=text)
+                pending.outcome = _SearchOutcome(step=pending.step, status=PlanStatus.BROKEN, text=text)
             self._current = None
             pending.done.set()
 
-    def _plan(self, pending: PendingPlan) -> _Outcome:
+    def _plan(self, pending: PendingPlan) -> _SearchOutcome:
         """Prepares, searches, exchanges and adopts the plan of one iteration. Raises only what the exchange raises."""
         if self._broken:
-            return _Outcome(step=pending.step, status=PlanStatus.BROKEN)
+            return _SearchOutcome(step=pending.step, status=PlanStatus.BROKEN)
         error: Exception | None = None
-        outcome = _Outcome(step=pending.step, status=PlanStatus.TIMED_OUT, text="it was cancelled")
+        outcome = _SearchOutcome(step=pending.step, status=PlanStatus.TIMED_OUT, text="it was cancelled")
         if not pending.given_up.is_set():
             try:
                 pending.iteration = iteration = pending.prepare()
@@ -293,10 +293,10 @@ class PlanAhead:
                 outcome = replace(outcome, status=PlanStatus.ERROR, text=str(raised))
         outcome = self._exchange(outcome)  # also after an error, since it is collective
         if error is not None:
-            return _Outcome(step=pending.step, status=PlanStatus.ERROR, error=error)
+            return _SearchOutcome(step=pending.step, status=PlanStatus.ERROR, error=error)
         return self._adopt(pending, outcome)
 
-    def _offer(self, pending: PendingPlan, iteration: Iteration) -> _Outcome:
+    def _offer(self, pending: PendingPlan, iteration: Iteration) -> _SearchOutcome:
         """The result of this rank's search, as it is sent. Never raises."""
         mesh, section, planner = self._mesh, self._section, pending.planner
         member = mesh.replica_ranks.index(mesh.rank)
@@ -307,7 +307,7 @@ class PlanAhead:
             num_searchers=len(mesh.replica_ranks) if section.search.distributed else 1,
             noise=planner.job.costs.noise,
         )
-        outcome = _Outcome(step=pending.step, status=PlanStatus.FAILED)
+        outcome = _SearchOutcome(step=pending.step, status=PlanStatus.FAILED)
         start = time.perf_counter()
         try:
             result = iteration.first
@@ -334,7 +334,7 @@ class PlanAhead:
         except Exception as error:
             return replace(outcome, status=PlanStatus.INVALID, text=_text(error))
 
-    def _exchange(self, local: _Outcome) -> _Outcome:
+    def _exchange(self, local: _SearchOutcome) -> _SearchOutcome:
         """The best plan of all ranks that search. Collective over the threads of the replica."""
         group, ranks = self._group, self._mesh.replica_ranks
         if group is None:
@@ -351,12 +351,12 @@ class PlanAhead:
             }
         box: list[Any] = [local]
         dist.broadcast_object_list(box, src=ranks[source], group=group, device=torch.device("cpu"))
-        outcome: _Outcome = replace(box[0], **more)
+        outcome: _SearchOutcome = replace(box[0], **more)
         if outcome.step != local.step:
             raise PlanError(f"a plan of step {outcome.step} was received for step {local.step}")
         return outcome
 
-    def _adopt(self, pending: PendingPlan, outcome: _Outcome) -> _Outcome:
+    def _adopt(self, pending: PendingPlan, outcome: _SearchOutcome) -> _SearchOutcome:
         """Checks and lowers the plan that was received. Never raises."""
         if outcome.status is not PlanStatus.READY:
             # A leader that could not prepare the iteration raises that error itself.
@@ -389,7 +389,7 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _planned(pending: PendingPlan, plan: IterationPlan, outcome: _Outcome, status: PlanStatus) -> Planned:
+def _planned(pending: PendingPlan, plan: IterationPlan, outcome: _SearchOutcome, status: PlanStatus) -> Planned:
     return Planned(
         plan=plan,
         status=status,

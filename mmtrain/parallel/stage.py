@@ -121,7 +121,7 @@ class ModalityStage(PipelineStage):
         """The key of the dropout of a work; None: nothing is dropped."""
         self.divided = divided
         self.num_exchanges = 0
-        """Of its last forward."""
+        """The exchanges of its last forward."""
         self.sums: frozenset[str] = getattr(chunk, "sums", frozenset())
         """Modules whose outputs, added up, are the chunk's input."""
         self.fsdp_modules: list[FSDPModule] = []

@@ -35,7 +35,7 @@ class _Call(NamedTuple):
     weight: Tensor
     """[E, D]: the parameter, or this rank's part of it, which leads back to it."""
     bias: Tensor | None
-    """[E], likewise."""
+    """The bias, [E], likewise."""
     waiting: "deque[_Waiting]"
 
 
@@ -45,9 +45,9 @@ class _Waiting(NamedTuple):
     weight: Tensor
     bias: Tensor | None
     x: Tensor
-    """[R, D]."""
+    """The input, [R, D]."""
     version: int
-    """Of x: the number of its changes in place."""
+    """The number of changes of x in place."""
     grad: Tensor
     """[R, E]: of the output."""
 

@@ -28,7 +28,7 @@ class Grouping:
     microbatches: Indices = ()
     """Empty: as the batch has them."""
     sub_microbatch_size: SubMicrobatch
-    """As of a job."""
+    """The size of sub-microbatches, as of a job."""
 
 
 def grouped(meta: IterationMeta, microbatches: Indices) -> IterationMeta:

@@ -93,9 +93,9 @@ class _Judged:
     given_s: float
     """Seconds of the given grouping."""
     best_s: float
-    """Of the best one."""
+    """The seconds of the best one."""
     number: int = 0
-    """Of groupings."""
+    """The number of groupings."""
     evaluations: int = 0
 
     @property

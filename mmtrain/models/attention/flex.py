@@ -38,7 +38,7 @@ class RowBlocks(NamedTuple):
     """
 
     mask: BlockMask
-    """Of V blocks."""
+    """The mask of V blocks."""
     block_of: Tensor | None = None
     """[V] the block of each part; None: there are no parts."""
     parts: Tensor | None = None
@@ -172,7 +172,7 @@ def _block_mask(
 
 
 def visible_blocks(bits: Bits, rows: Bits) -> tuple[np.ndarray, np.ndarray]:
-    """Of which blocks of pairs some are visible, and of which every one, [blocks of rows, blocks of keys] bool each.
+    """The blocks with some visible pairs, and those with all, [blocks of rows, blocks of keys] bool each.
 
     The former is exact; of the latter, some count as partly visible where rows with holes in their mask see all keys.
     In time linear in rows and in blocks of pairs.

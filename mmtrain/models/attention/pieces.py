@@ -35,7 +35,7 @@ class Piece:
     parts: int = 1
     """Equal parts in which rows and keys are cut; a row sees only the keys of its own part."""
     position: int
-    """Of the first row in the sequence."""
+    """The position of the first row in the sequence."""
     bits: int
     """Mask of the first row; of the kind `mask`, all rows have this rule."""
 

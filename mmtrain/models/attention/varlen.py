@@ -33,7 +33,7 @@ class KernelLimits(NamedTuple):
     capability: tuple[int, int] = (0, 0)
     """Least compute capability."""
     multiple: int = 1
-    """Of columns of a head."""
+    """A head has a multiple of this many columns."""
     most: int = 2**31
     """Columns of a head."""
 

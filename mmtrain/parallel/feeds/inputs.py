@@ -40,9 +40,9 @@ class StepInputs:
     attention: AttentionChoices = AttentionChoices()  # noqa: RUF009  immutable
     """How it is computed."""
     want_predictions: bool = False
-    """Of a language model's tokens."""
+    """Whether the predictions of a language model's tokens are wanted."""
     want_losses: bool = False
-    """Of each labelled position, for losses by source."""
+    """Whether the loss of each labelled position is wanted, for losses by source."""
 
     def take(self, values: Tensor, indices: Indices, padding: int) -> Tensor:
         """[..., n]: values [..., T] at the n indices, with `padding` for the indices -1, on the device."""

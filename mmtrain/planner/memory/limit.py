@@ -51,7 +51,7 @@ class RankBudget:
     process_bytes: float
     """Bytes of the process in addition to tensors: interpreter and libraries, or the context of an accelerator."""
     inputs_bytes: float = 0.0
-    """Of inputs that wait on an accelerator for their forwards (`training.inputs_ahead_mib`)."""
+    """The bytes of inputs that wait on an accelerator for their forwards (`training.inputs_ahead_mib`)."""
     margin_bytes: float
     """Reserved for memory that no plan counts."""
 
@@ -202,7 +202,7 @@ class MemoryRule:
     """The margin as a fraction of the limit."""
     sharding: Sharding
     inputs_bytes: float
-    """Of inputs that wait on an accelerator for their forwards."""
+    """The bytes of inputs that wait on an accelerator for their forwards."""
 
     @classmethod
     def of(cls, config: Config, device_bytes: float | None = None, *, device: str = "") -> "MemoryRule":

@@ -38,7 +38,7 @@ from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import Option, PlanningProblem
 
 StageWork = tuple[int, int]
-"""(stage, work)."""
+"""A stage and a work."""
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -47,7 +47,7 @@ Naturals = npt.NDArray[np.uint32]
 NO_DRAWS: Factors = np.zeros((0, 0, 3))
 
 KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
-"""By their number in the kernels."""
+"""The kinds of actions by their number in the kernels."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Searched:
 
     problem: PlanningProblem
     nodes: tuple[StageWork, ...]
-    """In the order of their numbers: work by work along its chain."""
+    """The nodes in the order of their numbers: work by work along its chain."""
     groups: tuple[tuple[int, int], ...]
     """(work, pass over the ranks) of each group."""
     arrays: Instance
@@ -261,7 +261,7 @@ class _Options:
         self.first = [0]
         self.index: list[int] = []
         self.rows: list[list[float]] = []
-        """As in `Instance.option`."""
+        """The rows of `Instance.option`."""
         self.loads: list[list[float]] = []
         self.hull: list[list[int]] = []
         self.steepest: list[float] = []

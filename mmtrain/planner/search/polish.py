@@ -35,13 +35,13 @@ class Polished:
         """
         self.searched, self._starts, self._iterations = searched, starts, iterations
         self._workspace = w = searched.workspace()
-        """With the current plan."""
+        """The workspace with the current plan."""
         self.cost = self._decode(starts[0])
         """Makespan of the best plan; inf: it did not fit."""
         self._actions = max(1, int(w.length.sum()))
         self.span(0.0, 1.0)
         self._number, self._done = 0, 0
-        """Of the round, and tries in it."""
+        """The number of the round, and the tries in it."""
         self._random = np.array([2 * random.Random(f"polish {seed}").getrandbits(62) + 1], np.uint64)
         self._order, self._option, self._length = w.order.copy(), w.option.copy(), w.length.copy()
         n = w.option.size

@@ -41,7 +41,7 @@ class SearchOptions:
     memory: bool = True
     """Choose a memory option for each stage and work; else the fastest one that fits for all."""
     noise: Noise = EXACT
-    """Of actual seconds. Plans are then compared by their mean makespan over drawn seconds."""
+    """The noise of actual seconds. Plans are then compared by their mean makespan over drawn seconds."""
     draws: int = 64
     """Draws for the comparison of finalists; all plans are compared by an eighth of them."""
     finalists: int = 8

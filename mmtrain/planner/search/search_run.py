@@ -30,7 +30,7 @@ ITERATIONS = 20
 """Iterations of the memory choice in an evaluation."""
 EVALUATIONS_PER_CHAIN = 2000
 LEAST_PER_CHAIN = 500
-"""From here on a second chain is worth more than a longer first one, which may get stuck."""
+"""The evaluations from which on a second chain is worth more than a longer first one, which may get stuck."""
 MOST_CHAINS = 16
 POLISH_SHARE = 0.5
 """Part of the budget, its last, in which plans are changed action by action, where nothing tells what that gains."""
@@ -56,7 +56,7 @@ WAITS = (0.0, 0.5, 1.0)
 VARIED = 2
 """How many of the best decoders the sweep varies in each round."""
 FINER = (-1 / 32, 1 / 32, -1 / 16, 1 / 16)
-"""By how much it then changes what they assume about memory."""
+"""The changes that it then makes to what they assume about memory."""
 CHUNK = 72_000
 """Stages of works that a chain evaluates between two checks of clock and cancellation: about 30 ms."""
 
@@ -87,7 +87,7 @@ class SearchRun:
         self.bound_s = lower_bound_s(problem) if bound_s is None else bound_s
         searched = Searched.of(problem, only)
         self.searched = replace(searched, factors=self._draw(searched, max(1, options.draws // SEARCH_DRAWS), 0))
-        """With draws of seconds, if there is noise."""
+        """The problem, with draws of seconds if there is noise."""
         self.evaluations = 0
         self._best: list[Start] = []
         """The best decoded plans, best first."""
@@ -105,7 +105,7 @@ class SearchRun:
         with ThreadPoolExecutor(self.options.threads) if several else nullcontext() as pool:
             run = pool.map if pool else map
             starts = self._sweep(run)
-            return self._why_over() or self._go_on(run, starts)
+            return self._stop_reason() or self._run_strategy(run, starts)
 
     def plan(self) -> Plan | None:
         """The checked best plan; None if none fits."""
@@ -158,7 +158,7 @@ class SearchRun:
 
     # ------------------------------------------------------------------------------------ budget
 
-    def _why_over(self) -> str:
+    def _stop_reason(self) -> str:
         """Why the search is over; empty: it is not."""
         if self.options.noise == EXACT and self.cost_s <= self.bound_s * (1 + 1e-9):
             return "no plan can be better"
@@ -242,7 +242,7 @@ class SearchRun:
 
     # ------------------------------------------------------------------------------------ chains
 
-    def _go_on(self, run: _Map, starts: Sequence[Start]) -> str:
+    def _run_strategy(self, run: _Map, starts: Sequence[Start]) -> str:
         """Goes on from the sweep's plans until the search is over; returns why.
 
         With noise chains go by the makespan first, which finds good plans sooner, then on from these by the mean.
@@ -253,7 +253,7 @@ class SearchRun:
         self._in_rounds(run, self._chains(exact, starts), 1 - ROBUST_SHARE, self._note_best)
         self._best = sorted((self._by_mean(start) for start in self._best), key=lambda start: start.cost)
         # No order may have fitted yet: chains then go on from where they began.
-        return self._why_over() or self._run_chains(run, self._best or starts)
+        return self._stop_reason() or self._run_chains(run, self._best or starts)
 
     def _by_mean(self, start: Start) -> Start:
         cost = evaluate(self.searched, self._workspace(0), start.order, start.how, ITERATIONS)
@@ -344,7 +344,7 @@ class SearchRun:
         """
         options = self.options
         chunk = max(1, CHUNK // max(1, len(self.searched.nodes)) * self._num_chains // max(1, len(chains)))
-        why = self._why_over()
+        why = self._stop_reason()
         while not why and self._progress < until:
             each, running = chunk, chains
             if options.budget_evaluations:  # the last round may be shorter, without the last chains
@@ -357,7 +357,7 @@ class SearchRun:
             list(run(lambda chain: chain.run(each, before, after), running))  # noqa: B023
             for chain in running:
                 note(chain)
-            why = self._why_over()
+            why = self._stop_reason()
         return why
 
 

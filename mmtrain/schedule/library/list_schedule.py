@@ -85,9 +85,9 @@ class ListScheduler:
         self.done_as = [Kind.F] * items.num_nodes + [Kind.I if node in self.split else Kind.B for node in nodes]
         """[item of F or I] -> kind of the action that runs: B where splitting is not worthwhile."""
         self.seconds = [self.option_of[i % items.num_nodes].duration_s(kind) for i, kind in enumerate(self.done_as)]
-        """[item of F or I]"""
+        """[item of F or I] -> its seconds."""
         self.priority: list[Priority] = [(0, 0, 0)] * len(self.done_as)
-        """[item of F or I]"""
+        """[item of F or I] -> its priority."""
         self.forwards = []
         """The items of F, in the order of the graph's nodes."""
         for position, node in enumerate(graph.nodes()):

@@ -46,7 +46,7 @@ class Instance(NamedTuple):
     members_start: Any
     """[C x R + 1] u4: slice of `members` with the nodes of a reservation."""
     members: Any
-    """[n] u4"""
+    """[n] u4: the nodes by reservation."""
     ins_start: Any
     """[n + 1] u4: slice of the edges into a node."""
     ins: Any
@@ -105,7 +105,7 @@ class Workspace(NamedTuple):
     admitted: Any
     """[C x R + 1] u1: whether the memory of a component on a rank is reserved; always 1 at the last index."""
     reserved: Any
-    """[R] f8: bytes."""
+    """[R] f8: bytes that are reserved."""
     time: Any
     """[R] f8: when the rank has ended the actions that it was given."""
     load: Any
@@ -197,7 +197,7 @@ class Decoder(NamedTuple):
 
     @property
     def array(self) -> Any:
-        """[5 + 2 K] f8."""
+        """The decoder as an array [5 + 2 K] f8, in the order of GAP .. MEMORY."""
         switches = self.backward_first, self.split, self.braid
         return np.array([self.gap, self.wait, *switches, *self.memory, *self.speed], np.float64)
 

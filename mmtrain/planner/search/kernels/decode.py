@@ -1,4 +1,4 @@
-"""From priorities to orders.
+"""The decoder: from priorities to orders.
 
 Dual queues and alternation are DIP's (arXiv:2504.14145, section 5.2). Admission is not: forwards of a microbatch start
 on a rank once all that it will hold there is reserved. Components reserve memory on the ranks in one order, so that the

@@ -94,7 +94,7 @@ def _tightest(t: Timing, rank: int, begin: int, end: int) -> int:
 def _lacks_shifted(
     p: Instance, w: Workspace, t: Timing, rank: int, source: int, target: int
 ) -> tuple[int, float]:  # fmt: skip
-    """(The place where a rank lacks most bytes if an action goes to another place; how many, at most 0: none)."""
+    """The place where a rank lacks most bytes if an action goes to another place, and how many (at most 0: none)."""
     action = w.order[rank, source]
     growth, passing = growth_of(p, w.option[action >> 2], action), passing_of(p, w.option[action >> 2], action)
     if target > source:
@@ -136,7 +136,7 @@ def _span(p: Instance, t: Timing, i: Any) -> tuple[int, int, int]:
 
 @part
 def _lacks_changed(p: Instance, w: Workspace, t: Timing, i: Any, option: Any) -> tuple[int, float]:
-    """(The place where a rank lacks most bytes with another option of a node; how many, at most 0: none)."""
+    """The place where a rank lacks most bytes with another option of a node, and how many (at most 0: none)."""
     (begin, end, last), rank = _span(p, t, i), p.node[i, RANK]
     more = p.option[option, HELD] - p.option[w.option[i], HELD]
     more_w = p.option[option, HELD_W] - p.option[w.option[i], HELD_W]

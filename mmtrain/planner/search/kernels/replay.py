@@ -1,4 +1,4 @@
-"""From decoded orders, with options chosen for them, to a makespan."""
+"""The way from decoded orders, with options chosen for them, to a makespan."""
 
 from typing import Any
 

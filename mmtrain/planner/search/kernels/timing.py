@@ -21,7 +21,7 @@ class Timing(NamedTuple):
     took: Any
     """[4 n] f8: its seconds."""
     end: Any
-    """[4 n] f8"""
+    """[4 n] f8: when it ends, seconds."""
     pull: Any
     """[4 n] f8: by how much what is minimised grows with the end of each action, but for the makespan."""
     tail: Any
