@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from mmtrain.config.moved_keys import new_name
+from mmtrain.config.moved_keys import instead
 from mmtrain.errors import ConfigError, UnknownKeyError
 
 HUGGING_FACE, LLAMA_FACTORY, SWIFT = "Hugging Face Trainer", "LLaMA-Factory", "ms-swift"
@@ -261,7 +261,7 @@ FOREIGN: dict[str, OurKeys] = {
     "eval_steps": OurKeys(_TRAINER, ("validation.freq",)),
     "eval_strategy": OurKeys(_TRAINER, ("validation.enable", "validation.freq")),
     "logging_steps": OurKeys(_TRAINER, ("metrics.log_freq",)),
-    "logging_dir": OurKeys((HUGGING_FACE,), ("metrics.save_tb_folder",)),
+    "logging_dir": OurKeys((HUGGING_FACE,), ("job.dump_folder",), "tensorboard's files are in its tb/"),
     "logging_first_step": OurKeys(_TRAINER, (), "the first step is always logged"),
     "disable_tqdm": OurKeys(_TRAINER, ("metrics.progress_bar",), "false"),
     "push_to_hub": OurKeys(_TRAINER, (), "`mmtrain export RUN hf --push ID`"),
@@ -290,7 +290,7 @@ def explained(where: str) -> Iterator[None]:
     try:
         yield
     except UnknownKeyError as error:
-        if hint := f"it is {new} now" if (new := new_name(error.key)) else ours(error.key):
+        if hint := instead(error.key) or ours(error.key):
             raise ConfigError(f"{str(error).rpartition('; ')[0]}; {hint}") from None
         raise
     except RecursionError:

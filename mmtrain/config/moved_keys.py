@@ -1,5 +1,5 @@
-"""Keys that have another name now. A file that a person wrote is refused with the new one; a file named config.toml,
-as an older mmtrain wrote whole into the folder of a run, is read as what it says."""
+"""Keys that have another name now, or none. A file that a person wrote is refused with what to write; a file named
+config.toml, as an older mmtrain wrote whole into the folder of a run, is read as what it says."""
 
 from typing import Any
 
@@ -21,7 +21,6 @@ _SEARCH = (
     "patience_s",
     "noise",
     "draws",
-    "finalists",
 )
 _DEVICE = ("flops_per_s", "p2p_latency_s", "p2p_bytes_per_s", "host_bytes_per_s")
 
@@ -31,6 +30,12 @@ MOVED: dict[str, str] = {
 }
 """Dotted key of an older version -> where its value is now."""
 
+GONE: dict[str, str] = {
+    "metrics.save_tb_folder": "leave it out: tensorboard's files are in tb/ of job.dump_folder",
+    "planner.finalists": "leave it out: eight plans are compared by all draws",
+    "planner.search.finalists": "leave it out: eight plans are compared by all draws",
+}
+"""Dotted key of an older version that nobody needed to set -> what to do, as part of an error."""
 
 _REMOVED: dict[str, dict[str, str]] = {
     "planner.placement": {"replicated": "spread"},
@@ -40,17 +45,24 @@ _REMOVED: dict[str, dict[str, str]] = {
 """Key -> values of older versions, with what a run that had them is read as: nothing that it stored depends on them."""
 
 
-def new_name(key: str) -> str:
-    """The name that a key has moved to; empty: it has not moved. Args: key: dotted."""
-    return MOVED.get(key, "")
+def instead(key: str) -> str:
+    """What to write instead of a key of an older version, as part of an error; empty: it is none. Args: key: dotted."""
+    return f"it is {MOVED[key]} now" if key in MOVED else GONE.get(key, "")
 
 
 def brought_up_to_date(table: dict[str, Any]) -> dict[str, Any]:
     """A table of TOML with each moved key at its new place, unless that place has a value, and without removed
-    values."""
+    values and keys."""
+    for gone in GONE:
+        *sections, last = gone.split(".")
+        node: Any = table
+        for section in sections:
+            node = node.get(section) if isinstance(node, dict) else None
+        if isinstance(node, dict):
+            node.pop(last, None)
     for old, new in MOVED.items():
         *sections, last = old.split(".")
-        node: Any = table
+        node = table
         for section in sections:
             node = node.get(section) if isinstance(node, dict) else None
         if isinstance(node, dict) and last in node and not isinstance(node[last], dict):

@@ -71,16 +71,14 @@ class SearchConfig:
     """Deviation of the actual seconds of an action from the modelled ones, as a part of them, that searched plans have
     to bear; with a profile what it measured counts instead. 0: none."""
     draws: int = 64
-    """Draws of such seconds by which the finalists of a search are compared; the search itself compares all plans by an
-    eighth of them."""
-    finalists: int = 8
-    """Plans of a search that are compared by all draws."""
+    """Draws of such seconds by which the last eight plans of a search are compared; the search itself compares all
+    plans by an eighth of them."""
 
     def __post_init__(self) -> None:
         at_most("planner.search", self, budget_s=MOST_SECONDS, patience_s=MOST_SECONDS, threads=1024, noise=1.0)
-        at_most("planner.search", self, draws=4096, finalists=1024, eager_forwards=1024)
+        at_most("planner.search", self, draws=4096, eager_forwards=1024)
         at_least("planner.search", self, activation_memory_gib=0.0, budget_evaluations=0, budget_s=0.0, threads=0)
-        at_least("planner.search", self, patience_s=0.0, noise=0.0, draws=1, finalists=1, eager_forwards=0)
+        at_least("planner.search", self, patience_s=0.0, noise=0.0, draws=1, eager_forwards=0)
         for how in self.memory_strategies:
             if how not in MEMORY_STRATEGIES:
                 raise ConfigError(

@@ -348,9 +348,7 @@ class MetricsConfig:
     log_freq: int = 1
     """Steps between log lines and tensorboard points; metrics.jsonl has every step."""
     enable_tensorboard: bool = True
-    """Write tensorboard files."""
-    save_tb_folder: FilePath = "tb"
-    """Folder inside of job.dump_folder."""
+    """Write tensorboard files, into tb/ of job.dump_folder."""
     enable_wandb: bool = False
     """Send the same numbers and images to Weights & Biases; needs the package wandb. Its own variables name the project
     and the run (WANDB_PROJECT, WANDB_RUN_NAME, WANDB_RUN_ID to go on with one) or keep it here (WANDB_MODE=offline)."""
@@ -366,7 +364,6 @@ class MetricsConfig:
     CPU, no MFU is shown then, only FLOP/s."""
 
     def __post_init__(self) -> None:
-        not_empty("metrics", self, "save_tb_folder")
         if self.enable_wandb and not importlib.util.find_spec("wandb"):
             raise ConfigError(
                 "metrics.enable_wandb = true, but the package wandb is not installed; pip install wandb, or set false"

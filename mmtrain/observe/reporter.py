@@ -78,7 +78,7 @@ class Reporter:
         self._history = MetricsHistory.kept(folder / "metrics.jsonl", start, generation)
         self._file = _appended(folder / "metrics.jsonl")
         if section.enable_tensorboard:
-            self._board = TensorBoardLogger(str(folder / section.save_tb_folder))
+            self._board = TensorBoardLogger(str(folder / "tb"))
             _continue_board(self._board, start)
         if section.progress_bar and sys.stderr.isatty():
             self._bar = tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True, file=sys.stderr)

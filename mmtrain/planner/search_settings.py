@@ -51,7 +51,6 @@ def search_options(
         memory=search.memory,
         noise=noise,
         draws=search.draws,
-        finalists=search.finalists,
     )
 
 

@@ -344,7 +344,7 @@ def test_extends_errors(tmp_path):
         ("data.split=", "data.split is empty"),
         ("job.dump_folder=", "job.dump_folder is empty"),
         ('checkpoint.folder="a\\u0000b"', r'checkpoint\.folder = "a\\u0000b"; .* without the character NUL'),
-        ("metrics.save_tb_folder=\udcff", "it must be text in UTF-8"),
+        ("data.source=\udcff", "it must be text in UTF-8"),
         ("planner.memory_limit=" + "9" * 400 + "GiB", "is not an amount of memory"),
         ("model.language.config={model_type='llama', x=1979-05-27}", r"config\.x = 1979-05-27; a date has no meaning"),
         ("model.language.config={model_type='llama', x=[1, nan]}", r"config\.x\[1\] = nan; it must be finite"),

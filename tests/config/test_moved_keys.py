@@ -5,7 +5,7 @@ import re
 import pytest
 
 from mmtrain.config.config import find_file, load, value_of
-from mmtrain.config.moved_keys import MOVED
+from mmtrain.config.moved_keys import GONE, MOVED
 from mmtrain.errors import ConfigError
 
 TOML = find_file("debug_text.toml").read_text()
@@ -26,6 +26,21 @@ def test_a_persons_file_is_refused_with_the_new_name(tmp_path, old):
         path.write_text(TOML if overrides else TOML.replace("[planner]\n", f"[planner]\n{old.partition('.')[2]} = 1\n"))
         with pytest.raises(ConfigError, match=rf"unknown key {re.escape(old)}; it is {re.escape(MOVED[old])} now$"):
             load(path, overrides)
+
+
+@pytest.mark.parametrize("gone", GONE)
+def test_a_key_that_is_gone_is_refused_in_a_persons_file_and_passed_over_in_what_a_run_wrote(tmp_path, gone):
+    section, name = gone.rsplit(".", 1)
+    text = (
+        TOML + f"\n[{section}]\n{name} = 1\n"
+        if f"[{section}]" not in TOML
+        else TOML.replace(f"[{section}]\n", f"[{section}]\n{name} = 1\n")
+    )
+    for file in ("mine.toml", "config.toml"):
+        (tmp_path / file).write_text(text)
+    with pytest.raises(ConfigError, match=rf"unknown key {re.escape(gone)}; leave it out: "):
+        load(tmp_path / "mine.toml")
+    assert load(tmp_path / "config.toml").planner == load("debug_text.toml").planner
 
 
 def test_what_an_older_run_wrote_is_read_as_what_it_says(tmp_path):

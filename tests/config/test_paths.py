@@ -14,7 +14,6 @@ from tests.config.test_config import BASE
 PATHS: dict[str, dict[str, Any]] = {
     "job.dump_folder": {},
     "checkpoint.folder": {},
-    "metrics.save_tb_folder": {},
     "tokenizer.path": {},
     "tokenizer.chat_template": {},
     "data.source": {},

@@ -43,17 +43,14 @@ class SearchOptions:
     noise: Noise = EXACT
     """The noise of actual seconds. Plans are then compared by their mean makespan over drawn seconds."""
     draws: int = 64
-    """Draws for the comparison of finalists; all plans are compared by an eighth of them."""
-    finalists: int = 8
-    """Plans that are compared by all draws, if there is noise."""
+    """Draws for the comparison of the last plans; all plans are compared by an eighth of them."""
 
     def __post_init__(self) -> None:
         for name in ("budget_evaluations", "budget_s", "seed"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise PlanError(f"{name} = {getattr(self, name)}; it must be finite and at least 0")
-        for name in ("draws", "finalists"):
-            if getattr(self, name) < 1:
-                raise PlanError(f"{name} = {getattr(self, name)}; it must be at least 1")
+        if self.draws < 1:
+            raise PlanError(f"draws = {self.draws}; it must be at least 1")
         THREADS.check("threads", self.threads)
         if self.strategy not in (*CHAINS, "first"):
             raise PlanError(f"strategy {self.strategy!r} does not exist; choose one of {', '.join(CHAINS)}, first")

@@ -45,8 +45,8 @@ LEAST_POLISHED = 200
 """Evaluations from which on that is worth more than further orders."""
 SWEEP_SHARE = 0.4
 """Largest part of the budget that the sweep may use."""
-SEARCH_DRAWS = 8
-"""The search compares plans by one in this many of the draws; finalists are compared by all."""
+SEARCH_DRAWS, FINALISTS = 8, 8
+"""The search compares plans by one in this many of the draws; so many of the best are compared by all."""
 ROBUST_SHARE = 0.4
 """Part of the budget, its last, in which plans are compared by their mean makespan if there is noise."""
 MEMORY_PARTS = (0.0, 0.5, 1.0, 0.25, 0.75)
@@ -238,7 +238,7 @@ class SearchRun:
     def _note(self, start: Start) -> None:
         if start.cost == math.inf or any(start.cost == known.cost for known in self._best):
             return
-        self._best = sorted([*self._best, start], key=lambda known: known.cost)[: self.options.finalists]
+        self._best = sorted([*self._best, start], key=lambda known: known.cost)[:FINALISTS]
 
     # ------------------------------------------------------------------------------------ chains
 
