@@ -1,6 +1,8 @@
 """Kernels kept on disk are compiled again after any kernel file has changed."""
 
 import importlib
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -41,6 +43,33 @@ def test_a_change_in_a_called_file_leads_to_a_recompile(load) -> None:
     changed = load(2)
     assert changed.run(1.0) == 3.0
     assert not changed.run.stats.cache_hits
+
+
+TOGETHER = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from kernel_caller import run
+print("ready", flush=True)
+sys.stdin.readline()
+assert run(1.0) == 2.0
+print(sum(run.stats.cache_hits.values()), flush=True)
+"""
+
+
+def test_of_processes_that_start_together_one_compiles(load, tmp_path: Path) -> None:
+    load(1)
+    command = [sys.executable, "-B", "-c", TOGETHER, str(tmp_path)]
+    env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    ranks = [
+        subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)
+    ]
+    for rank in ranks:
+        assert rank.stdout is not None and rank.stdout.readline() == "ready\n"
+    for rank in ranks:
+        assert rank.stdin is not None
+        rank.stdin.write("\n")
+        rank.stdin.flush()
+    assert sorted(rank.communicate()[0] for rank in ranks) == ["0\n", "1\n", "1\n"]
 
 
 def test_the_kernels_carry_the_digest_of_all_their_files() -> None:

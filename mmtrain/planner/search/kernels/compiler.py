@@ -4,8 +4,10 @@ Nothing in a kernel allocates in a loop or needs the GIL, so that searches run o
 for a signed one numba checks whether it counts from the end. Each array of a tuple argument costs time to compile.
 """
 
+import fcntl
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +48,33 @@ def _kernel(*, inner: bool) -> Callable[[Any], Any]:
         except RuntimeError:  # neither the folder of this file nor the user's cache folder can be written
             return njit(**flags)(function)
         kernel._cache._cache_file._source_stamp = _DIGEST
+        if not inner:
+            compile_or_read = kernel.compile
+
+            def compile_alone(signature: Any) -> Any:
+                with _alone(Path(kernel._cache.cache_path)):
+                    return compile_or_read(signature)
+
+            kernel.compile = compile_alone
         return kernel
 
     return compiled
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Lets one process at a time compile what a folder keeps: ranks of one machine that start together read then what
+    the first of them has compiled. Where the folder cannot have a lock, all go on."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "compiling.lock").open("a")
+    except OSError:
+        yield
+        return
+    with file:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 entry, inner = _kernel(inner=False), _kernel(inner=True)
