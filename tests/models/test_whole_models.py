@@ -249,7 +249,16 @@ def test_only_parts_of_one_whole_model_have_a_class_of_their_own(tmp_path):
     assert whole_kind(named(tmp_path)) == "qwen2_vl"
 
 
-def test_the_job_of_the_real_sizes_is_cut(tmp_path):
+@pytest.mark.parametrize(
+    "cut",
+    [
+        pytest.param(
+            ["planner.partition=dip", "planner.placement=spread", "parallelism.vocabulary_parallel=tensor"], id="dip"
+        ),
+        pytest.param([], id="search", marks=pytest.mark.nightly),
+    ],
+)
+def test_the_job_of_the_real_sizes_is_cut(tmp_path, cut):
     """`configs/qwen3_vl_8b.toml` with a config.json of the sizes of Qwen3-VL-8B; no weights."""
     rope = {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [24, 20, 20]}
     text = {
@@ -264,7 +273,7 @@ def test_the_job_of_the_real_sizes_is_cut(tmp_path):
     processor = {"size": size, "patch_size": 16, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "merge_size": 2}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
     sources = [f"model.pretrained={tmp_path}", f"data.image_processor={tmp_path}"]
-    job = config.load("qwen3_vl_8b.toml", [*sources, "planner.memory_limit=72GiB"])
+    job = config.load("qwen3_vl_8b.toml", [*sources, "planner.memory_limit=72GiB", *cut])
     made = make_job(job)
     assert whole_kind(job.model) == "qwen3_vl"
     assert made.spec.num_params == pytest.approx(8.77e9, rel=1e-3), "as its card says"

@@ -53,17 +53,19 @@ DAILY = {
         "V": ONE_V,
         "text, V, offloaded": dataclasses.replace(V, runs=V.runs[:1], limits=(0.85,)),
         "adapters": small(braided(LORA), 2),
-        "frozen encoder": small(braided(Case(model=model_config("qwen2_5_vl_vision", frozen=("encoder",)))), 2),
-        "text to video": small(braided(Case(model=t2v(out_channels=4))), 2),
     },
     JobLayout.grid(pp=2, dp_shard=2, tp=2): {"text, V": dataclasses.replace(V, runs=V.runs[:1])},
 }
 FAMILIES = test_whole_models.CASES | test_deepstack.CASES | test_memory_plans.PLANE
+OTHERS = {
+    "frozen encoder": Case(model=model_config("qwen2_5_vl_vision", frozen=("encoder",))),
+    "text to video": Case(model=t2v(out_channels=4)),
+}
 NIGHTLY = {
     **{shape: test_parity.PLANES[shape] for shape in test_parity.COVERING if shape.tp > 1 and shape.pp > 1},
     # A matrix that is tied inside one chunk gets its summands in another order if backwards are split.
     JobLayout.grid(tp=2): {name: case for name, case in FAMILIES.items() if "tied" not in name},
-    JobLayout.grid(pp=2, tp=2): FAMILIES | test_parity.PLANES[JobLayout.grid(pp=2, tp=2)],
+    JobLayout.grid(pp=2, tp=2): FAMILIES | OTHERS | test_parity.PLANES[JobLayout.grid(pp=2, tp=2)],
 }
 
 

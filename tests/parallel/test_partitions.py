@@ -97,7 +97,7 @@ PLANE_TABLE = dict.fromkeys(
 )
 
 
-@layouts(selection(TABLE, short) | selection(PLANE_TABLE, short))
+@layouts(selection({JobLayout.grid(pp=2): CASES}, short) | selection(PLANE_TABLE, short))
 def test_pairs_of_degrees_cases_and_runs(shape, cases):
     check(run_ranks(run_layout, shape.world_size, shape, cases), TOLERANCE)
 

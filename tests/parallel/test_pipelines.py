@@ -25,13 +25,11 @@ CASES = {
 }
 TABLE = {
     JobLayout(depths=(2, 3)): CASES,
-    JobLayout(depths=(1, 2, 3)): {name: CASES[name] for name in ("tied", "two chunks a module")},
     JobLayout(depths=(1, 2), tp=2): {
         "tied": CASES["tied"],
         "encoders for themselves": replace(CASES["frozen encoder"], data_encoder=True),
     },
     JobLayout(depths=(1, 2), dp_shard=2): {name: CASES[name] for name in ("adapters", "no image at all")},
-    JobLayout(depths=(2, 1), cp=2): {name: CASES[name] for name in ("tied", "frozen encoder")},
     JobLayout.grid(pp=2, dp_replicate=2): {name: CASES[name] for name in ("tied", "two chunks a module")},
 }
 
@@ -45,6 +43,8 @@ def test_loss_and_gradients(shape, cases):
 @layouts(
     {
         JobLayout(depths=(2, 3), tp=2): CASES,
+        JobLayout(depths=(1, 2, 3)): {name: CASES[name] for name in ("tied", "two chunks a module")},
+        JobLayout(depths=(2, 1), cp=2): {name: CASES[name] for name in ("tied", "frozen encoder")},
         JobLayout(depths=(1, 2, 3), dp_shard=2): CASES,
         JobLayout(depths=(3, 1)): CASES,
     }
