@@ -89,7 +89,7 @@ def test_changes_leave_nothing_behind(tmp_path: Path, charts: Path, changes: int
     firsts = [event["step"] + 1 for event in run.events]  # in which what was before is still ending
     of_two = [line for line in lines if line["nodes"] == 2 and line["step"] not in firsts]
     before, after = (Counts.of(line) for line in (of_two[0], of_two[-1]))
-    assert after == before
+    assert all(after[name] <= before[name] for name in before), (before, after)
     if changes > steps // 2:
         _check_memory(lines, steps)
 

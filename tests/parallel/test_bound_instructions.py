@@ -92,7 +92,7 @@ def test_what_the_runtime_refuses():
         job.runtime.step(feed)
     job = loaded(Instruction("SEE", "language", 0, lambda stage, work: torch.linalg.cholesky(work.nothing)))
     with pytest.raises(
-        RecipeError, match=r"action 0SEE0.0: .* AttributeError \(.*test_instructions.py:\d+\): "
+        RecipeError, match=r"action 0SEE0.0: .* AttributeError \(.*test_bound_instructions.py:\d+\): "
     ) as caught:
         job.runtime.step(feed)
     assert caught.value.__notes__ == ["while this rank was in 0SEE0.0"]
