@@ -370,20 +370,23 @@ def _decoders(searched: Searched, *, split: bool, braid: bool = False) -> list[D
     """The decoders of the sweep, those first that are good for nearly all problems."""
     p = searched.arrays
     memory, speed = (MEMORY_PARTS, (0.0, 0.5)) if _chooses_memory(searched) else ((0.0,), (0.0,))
-    splits_and_gaps = [(True, 1.0), (True, 0.5), (True, 0.0)] if split and p.node[:, SPLITS].any() else []
+    splits = bool(split and p.node[:, SPLITS].any())
+    splits_and_gaps = [(True, 1.0), (True, 0.5), (True, 0.0)] if splits else []
     splits_and_gaps.append((False, 0.0))
+    turns = (False,) if splits else (False, True)  # of so many decoders only the best are tried with the other turn
     return [
-        searched.decoder(m, s, gap, backward_first, splits, braids)
-        for s, braids, (splits, gap), backward_first, m in product(
-            speed, (True, False) if braid else (False,), splits_and_gaps, (False, True), memory
+        searched.decoder(m, s, gap, backward_first, in_two, braids)
+        for s, braids, (in_two, gap), backward_first, m in product(
+            speed, (True, False) if braid else (False,), splits_and_gaps, turns, memory
         )
     ]
 
 
 def _varied(searched: Searched, how: Decoder) -> list[Decoder]:
-    """The decoders that differ from a given one in how long forwards wait, or in the memory reserved for one of
-    several modules."""
+    """The decoders that differ from a given one in how long forwards wait, in whose turn it is, or in the memory
+    reserved for one of several modules."""
     varied = [how._replace(wait=wait) for wait in WAITS if wait != how.wait]
+    varied.append(how._replace(backward_first=not how.backward_first))
     if searched.num_modules > 1 and _chooses_memory(searched):
         varied += [
             how._replace(memory=(*how.memory[:module], part, *how.memory[module + 1 :]))
