@@ -205,7 +205,7 @@ def test_the_makespan_of_a_search_is_known_without_its_plan(limit: float | None,
     problem, options = mixed(limit=limit), SearchOptions(budget_evaluations=50, memory=memory)
     timeline = search(problem, options).timeline
     assert timeline is not None
-    # Memory options are chosen once more at the end, from other prices: mostly for a shorter plan. Measured: 0.13 % longer.
+    # Memory options are chosen once more at the end, from other prices. Measured: at most 0.13 % longer.
     assert timeline.makespan_s <= 1.002 * shortest_s(problem, options)
     assert shortest_s(problem, options) <= 1.02 * timeline.makespan_s
 
