@@ -55,8 +55,11 @@ def follow(command, checkout, run):
         words[words.index("--num-samples") + 1] = "60"
     if "--limit" in words:
         words[words.index("--limit") + 1] = "2"
-    if words[1] == "finetune":
+    finetuned = "outputs/finetuned/model"
+    if words[1] == "finetune" or finetuned in words:
         run(Command(tuple(shlex.split(EXPORT))), checkout)
+    if finetuned in words:  # an exported folder like that of `make train`
+        words[words.index(finetuned)] = "outputs/charts_model"
     printed = run(Command(tuple(words)), checkout)
     if {"train", "train.py"} & set(words):
         assert len(list(checkout.glob("outputs/*/metrics.jsonl"))) == 1
