@@ -1,5 +1,6 @@
 """The pages under docs/ agree with the code: keys, drawn examples, links and names of files."""
 
+import dataclasses
 import importlib.util
 import re
 import shlex
@@ -7,6 +8,7 @@ import sys
 import tomllib
 from collections import Counter
 from pathlib import Path
+from typing import get_args, get_origin, get_type_hints
 
 import pytest
 
@@ -173,6 +175,29 @@ def test_the_swapped_encoder_is_a_whole_config(tmp_path):
     (tmp_path / "job.toml").write_text(text.replace("debug_vlm.toml", base))
     spec = model_spec(config.load(tmp_path / "job.toml").model)
     assert [layer.name for layer in spec.module("vision").layers][-2:] == ["norm", "projector"]
+
+
+def unknown_keys(section: type, table: dict, path: str) -> list[str]:
+    """The keys of a table of TOML that a section of the config does not have."""
+    hints, found = get_type_hints(section), []
+    for key, value in table.items():
+        if key not in hints:
+            found.append(f"{path}{key}")
+        elif isinstance(value, dict):
+            kinds = [kind for kind in (hints[key], *get_args(hints[key])) if dataclasses.is_dataclass(kind)]
+            named = get_origin(hints[key]) is dict
+            for name, inner in value.items() if named else [("", value)]:
+                where = f"{path}{key}.{name}." if named else f"{path}{key}."
+                found += unknown_keys(kinds[0], inner, where) if kinds else []
+    return found
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "```toml" in page.read_text()], ids=name)
+def test_tables_of_the_pages_have_keys_of_the_config(page):
+    for text in blocks(page, "toml"):
+        table = tomllib.loads(text)
+        if set(table) - {"extends"} <= set(get_type_hints(config.Config)):  # else it is another file, as of hardware
+            assert not unknown_keys(config.Config, {k: v for k, v in table.items() if k != "extends"}, "")
 
 
 def test_readme_and_pages_stay_short():
