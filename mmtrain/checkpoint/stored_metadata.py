@@ -40,6 +40,7 @@ CLASSES = {
     "torch.serialization": ("_get_layout",),
     "torch": ("Size",),
     "pathlib": ("PosixPath",),
+    "builtins": ("getattr",),  # by which Python before 3.11.4 pickles a member of an enumeration; inert like all others
 }
 """Module -> names of what torch writes into metadata, in addition to the dtypes."""
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}

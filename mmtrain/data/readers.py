@@ -17,9 +17,10 @@ JSON_ENDINGS = (".jsonl", ".json")
 
 _BOM = b"\xef\xbb\xbf"
 _STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
-_FLAT = rb'(?:[^\[\]{}"]++|' + _STRING + rb")*+"
-_INSIDE = re.compile(rb'(?:[^\[\]{}"]++|' + _STRING + rb"|[\[{]" + _FLAT + rb"[\]}])*+", re.DOTALL)
-"""What JSON has up to the next bracket of an object or list that has others inside."""
+_FLAT = rb'(?>(?>[^\[\]{}"]+|' + _STRING + rb")*)"
+_INSIDE = re.compile(rb'(?>(?>[^\[\]{}"]+|' + _STRING + rb"|[\[{]" + _FLAT + rb"[\]}])*)", re.DOTALL)
+"""What JSON has up to the next bracket of an object or list that has others inside. Atomic groups, since before Python
+3.11.4 a group that repeats possessively (`*+`) ends too early."""
 _BRACKET = re.compile(rb"[\[\]{}]")
 
 

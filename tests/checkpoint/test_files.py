@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from mmtrain.checkpoint.files import (
     MANIFEST,
@@ -173,7 +174,7 @@ def test_metadata_that_would_run_a_program_are_refused(run: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "name", [("torch", "load"), ("torch.serialization", "load"), ("builtins", "getattr"), ("pathlib", "os.system")]
+    "name", [("torch", "load"), ("torch.serialization", "load"), ("builtins", "eval"), ("pathlib", "os.system")]
 )
 def test_no_other_name_is_looked_up(run: Path, name: tuple[str, str]) -> None:
     module, attribute = (b"\x8c" + bytes([len(part)]) + part.encode() for part in name)
@@ -181,6 +182,24 @@ def test_no_other_name_is_looked_up(run: Path, name: tuple[str, str]) -> None:
     seal(checkpoint(run))
     with pytest.raises(CheckpointError, match=f"asks for {'.'.join(name)}, which no checkpoint needs"):
         open_run(run)
+
+
+def test_metadata_that_an_older_python_wrote_are_read_and_look_nothing_up(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before 3.11.4 a member of an enumeration is pickled as `getattr` of its class and its name."""
+
+    def by_name(member: _MEM_FORMAT_ENCODING, _: int) -> tuple[Any, ...]:
+        return getattr, (type(member), member.name)
+
+    metadata = dcp.FileSystemReader(checkpoint(run)).read_metadata()
+    wanted = open_run(run).checkpoint.metadata
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
+    raw = pickle.dumps(metadata)
+    assert b"getattr" in raw
+    (checkpoint(run) / METADATA).write_bytes(raw)
+    seal(checkpoint(run))
+    assert open_run(run).checkpoint.metadata == wanted
 
 
 @pytest.mark.parametrize("place", ["../other", "/dev/zero", "", "..", 7])
